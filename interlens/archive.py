@@ -1,0 +1,269 @@
+"""Saving and loading a conversation: every field of the recipe, the transcript, and what the live dialogue
+has gathered.
+
+The format is JSON with a version. Values of our own kinds are stored by name and fields. A function, or an
+object of a user's class, is stored by its import path, and is imported again only with `trust=True`; what has
+no import path (a lambda, a loaded model, an open data set) is refused by the name of its field.
+"""
+
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from interlens import participants, speakers, stop
+from interlens.chat import context, spans, view
+from interlens.chat.tools import Tool
+from interlens.dialogue import Dialogue
+from interlens.errors import StoreError, nearest
+from interlens.interp.capture import Activations, Capture
+from interlens.message import tagged, untagged
+from interlens.models import ModelParticipant
+from interlens.recipe import Hooked, Recipe
+from interlens.request import BackendSpec
+from interlens.templating import DatasetField
+from interlens.transcript import Transcript
+
+VERSION = 1
+D = TypeVar("D", bound=Dialogue)
+_KINDS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        *(
+            participants.FunctionParticipant,
+            participants.HumanParticipant,
+            participants.ScriptedParticipant,
+            ModelParticipant,
+        ),
+        *(speakers.RoundRobin, speakers.RandomSpeaker, BackendSpec, DatasetField, Capture, Hooked),
+        *(
+            context.DropOldest,
+            context.SlidingWindow,
+            context.Summarize,
+            view.ContextItem,
+            spans.Span,
+            spans._Combined,
+        ),
+        *(
+            stop.Both,
+            stop.Either,
+            stop.TurnStopCondition,
+            stop.TokenStopCondition,
+            stop.ElapsedTimeStopCondition,
+        ),
+        *(stop.StopStringCondition, stop.CostBudget, stop.TokenBudget),
+    )
+}
+
+
+class Unsaved(ValueError):
+    """A value that has no place in a file; the message names its field."""
+
+
+def encode(value: Any, field: str, lenient: bool = False) -> Any:
+    """JSON for a value of a recipe; `lenient` stores `None` where `Unsaved` would be raised."""
+    try:
+        return _encode(value, field, lenient)
+    except Unsaved:
+        if lenient:
+            return None
+        raise
+
+
+def _encode(value: Any, field: str, lenient: bool) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return tagged(value)
+    if isinstance(value, list | tuple):
+        items = [encode(v, f"{field}[{i}]", lenient) for i, v in enumerate(value)]
+        return {"$tuple": items} if isinstance(value, tuple) else items
+    if isinstance(value, slice):
+        return {"$slice": [value.start, value.stop, value.step]}
+    if isinstance(value, Mapping):
+        return {
+            "$dict": [[encode(k, field), encode(v, f"{field}[{k!r}]", lenient)] for k, v in value.items()]
+        }
+    if isinstance(value, Tool):
+        return {"$tool": _path_of(value.fn, field)}
+    if _KINDS.get(type(value).__name__) is type(value):
+        return {"$kind": type(value).__name__} | {
+            name: encode(v, f"{field}.{name}", lenient) for name, v in _fields(value).items()
+        }
+    if isinstance(value, type) or not hasattr(value, "__qualname__"):
+        return _encode_object(value, field)
+    return {"$function": _path_of(value, field)}
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if is_dataclass(value):
+        return {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+    return {k: v for k, v in vars(value).items() if not k.startswith("_")}
+
+
+def _encode_object(value: Any, field: str) -> Any:
+    """An object of a user's class: its import path and its plain fields."""
+    kind = type(value)
+    if kind.__module__.startswith(("interlens.", "torch", "datasets")):
+        raise Unsaved(
+            f"{field} cannot be saved: it is a {kind.__name__}; a loaded model or an open data set has no "
+            f"place in a file"
+        )
+    state = {k: encode(v, f"{field}.{k}") for k, v in getattr(value, "__dict__", {}).items()}
+    return {"$object": _path_of(kind, field), "state": state}
+
+
+def _path_of(target: Any, field: str) -> str:
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
+    if not module or module == "__main__" or "<" in name:
+        raise Unsaved(
+            f"{field} cannot be saved: {name or target!r} has no import path; define it in a module"
+        )
+    return f"{module}:{name}"
+
+
+def decode(value: Any, field: str, trust: bool) -> Any:
+    """The inverse of `encode`; what would import code needs `trust`."""
+    if isinstance(value, list):
+        return [decode(v, field, trust) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if "$float" in value:
+        return untagged(value)
+    if "$tuple" in value:
+        return tuple(decode(v, field, trust) for v in value["$tuple"])
+    if "$slice" in value:
+        return slice(*value["$slice"])
+    if "$dict" in value:
+        return {decode(k, field, trust): decode(v, field, trust) for k, v in value["$dict"]}
+    if "$kind" in value:
+        return _decode_kind(value, field, trust)
+    return _decode_code(value, field, trust)
+
+
+def _decode_code(value: dict[str, Any], field: str, trust: bool) -> Any:
+    """A function, a tool or an object of a user's class."""
+    for mark, build in (("$function", _same), ("$tool", Tool.of), ("$object", _bare)):
+        if mark in value:
+            made: Any = build(_import(value[mark], field, trust))
+            for name, v in value.get("state", {}).items():
+                made.__dict__[name] = decode(v, f"{field}.{name}", trust)
+            return made
+    raise StoreError(f"{field} holds something unknown: {sorted(value)}")
+
+
+def _same(target: Any) -> Any:
+    return target
+
+
+def _bare(kind: Any) -> Any:
+    return object.__new__(kind)
+
+
+def _decode_kind(value: dict[str, Any], field: str, trust: bool) -> Any:
+    kind = _KINDS.get(value["$kind"])
+    if kind is None:
+        raise StoreError(f"{field} is of a kind that is not known here: {nearest(value['$kind'], _KINDS)}")
+    given = {k: decode(v, f"{field}.{k}", trust) for k, v in value.items() if k != "$kind"}
+    if is_dataclass(kind):
+        known = {f.name for f in fields(kind) if f.init}
+        _compare_names(set(given), known, field)
+        return kind(**given)
+    made: Any = object.__new__(kind)
+    made.__dict__.update(given)
+    made.reset()
+    return made
+
+
+def _import(path: str, field: str, trust: bool) -> Any:
+    if not trust:
+        raise StoreError(
+            f"{field} is code of yours ({path}); load it with trust=True if you know where the folder comes "
+            f"from"
+        )
+    module, _, name = path.partition(":")
+    target: Any = importlib.import_module(module)
+    for part in name.split("."):
+        target = getattr(target, part)
+    return target
+
+
+def _compare_names(given: set[str], known: set[str], where: str) -> None:
+    if missing := sorted(known - given):
+        raise StoreError(f"{where} lacks the field {missing[0]!r}")
+    if unknown := sorted(given - known):
+        raise StoreError(
+            f"{where} has a field that is not known here: {unknown[0]!r}; {nearest(unknown[0], known)}"
+        )
+
+
+def recipe_to_dict(recipe: Recipe, lenient: bool = False) -> dict[str, Any]:
+    """Every field of a recipe."""
+    return {name: encode(getattr(recipe, name), name, lenient) for name in Recipe.settable()}
+
+
+def recipe_from_dict(stored: Mapping[str, Any], trust: bool) -> Recipe:
+    """The inverse; a missing or unknown field is named."""
+    _compare_names(set(stored), set(Recipe.settable()), "the recipe")
+    return Recipe(**{name: decode(value, name, trust) for name, value in stored.items()})
+
+
+_STATE: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "_denied": (tagged, untagged),
+    "_draws": (tagged, untagged),
+    "_reseeds": (list, tuple),
+    "_sample": (int, int),
+    "_origin": (_same, _same),
+    "_seeded": (bool, bool),
+    "memory": (tagged, lambda v: {k: tuple(x) for k, x in v.items()}),
+    "row": (tagged, untagged),
+    "analysis": (tagged, untagged),
+}
+"""The live fields that are stored beside the transcript: how each is written and read."""
+
+
+def save(conv: Dialogue, folder: str | Path) -> Path:
+    """Write `conversation.json`, and one safetensors file per message that holds activations."""
+    target = Path(folder)
+    document = {
+        "format": "interlens conversation",
+        "version": VERSION,
+        "recipe": recipe_to_dict(conv.recipe),
+        "state": {name: write(getattr(conv, name)) for name, (write, _) in _STATE.items()},
+        "transcript": conv.transcript.to_list(),
+    }
+    text = json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False)
+    target.mkdir(parents=True, exist_ok=True)
+    for index, message in enumerate(conv.transcript):
+        if message.activations is not None:
+            message.activations.save(target / f"activations-{index:05d}.safetensors")
+    work = target / "conversation.json.new"
+    work.write_text(text, encoding="utf-8", errors="surrogatepass")
+    work.replace(target / "conversation.json")
+    return target
+
+
+def load(kind: type[D], folder: str | Path, *, trust: bool) -> D:
+    """Read a saved conversation."""
+    path = Path(folder) / "conversation.json"
+    if not path.is_file():
+        raise StoreError(f"{folder} holds no saved conversation (conversation.json is missing)")
+    document = json.loads(path.read_text(encoding="utf-8", errors="surrogatepass"))
+    if document.get("version") != VERSION:
+        raise StoreError(
+            f"{folder} has the format version {document.get('version')}; this version of interlens reads "
+            f"{VERSION}"
+        )
+    _compare_names(set(document), {"format", "version", "recipe", "state", "transcript"}, str(path.name))
+    _compare_names(set(document["state"]), set(_STATE), "the state")
+    conv = object.__new__(kind)
+    conv._begin(recipe_from_dict(document["recipe"], trust))
+    transcript = Transcript.from_list(document["transcript"])
+    for file in sorted(Path(folder).glob("activations-*.safetensors")):
+        index = int(file.stem.split("-")[1])
+        if index < len(transcript):
+            transcript.replace(index, transcript[index].with_(activations=Activations.load(file)))
+    conv._transcript = transcript
+    for name, (_, read) in _STATE.items():
+        setattr(conv, name, read(document["state"][name]))
+    return conv

@@ -1,0 +1,1 @@
+"""Who answers requests: resident torch modules, hosted models, scripts; all fill one `Backend` protocol."""

@@ -1,0 +1,198 @@
+"""Local models: requests become rows of the engine over a resident torch module."""
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from interlens.engine import linears, load
+from interlens.engine.batch import Engine
+from interlens.engine.rows import RowRequest
+from interlens.engine.selftest import examine
+from interlens.engine.slow import SlowEngine
+from interlens.request import BackendSpec, Capabilities, Completion, Forward, Generate, Ticket
+from interlens.seeds import uniform
+
+log = logging.getLogger("interlens.backends")
+_RESIDENT: "weakref.WeakSet[HuggingFaceBackend]" = weakref.WeakSet()
+
+
+class HuggingFaceBackend:
+    """A resident model and the engine over it. Between steps the module is as its user would find it."""
+
+    local = True
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        name: str | None = None,
+        max_rows: int = 64,
+        kv_memory: int = 1 << 30,
+        end_ids: Iterable[int] | None = None,
+        **loading: Any,
+    ) -> None:
+        """Wrap a loaded module with its tokenizer, or load one by id (`dtype=`, `device=`, …)."""
+        if isinstance(model, str):
+            name = name or model
+            tokenizer = tokenizer or load.read_tokenizer(model, loading.get("revision"))
+            model = load.read_model(model, **loading)
+        if tokenizer is None:
+            raise ValueError("a loaded model needs its tokenizer: HuggingFaceBackend(model, tokenizer)")
+        self.model, self.tokenizer = model, tokenizer
+        self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        self.lock = threading.RLock()
+        """Held by a step; hold it to run the module yourself while others may be generating."""
+        if model.device.type == "cpu" and linears.usable(model.dtype):
+            linears.pack(model)
+        began = time.perf_counter()
+        self.verdict = examine(model)
+        kind = Engine if self.verdict.fits else SlowEngine
+        if not self.verdict.fits:
+            log.warning(
+                "%s runs row by row with its own attention, slowly and right: %s", self.name, self.verdict.why
+            )
+        log.info("self-test of %s: %s (%.1f s)", self.name, self.verdict, time.perf_counter() - began)
+        self.engine = kind(model, tokenizer, max_rows=max_rows, kv_bytes=kv_memory)
+        self.capabilities = Capabilities(
+            capture=True,
+            logprobs=True,
+            prefill=True,
+            tools=True,
+            seeds=True,
+            exact=self.verdict.exact,
+            batched=self.verdict.fits,
+        )
+        config = model.config.get_text_config(decoder=True)
+        self.context_limit: int = getattr(config, "max_position_embeddings", None) or 1 << 30
+        self.vocabulary: int = config.vocab_size
+        self.n_layers: int = config.num_hidden_layers
+        self.end_ids = frozenset(end_ids if end_ids is not None else _end_ids(model, tokenizer))
+        _RESIDENT.add(self)
+
+    @classmethod
+    def from_spec(cls, spec: BackendSpec) -> "HuggingFaceBackend":
+        """Load what a spec names."""
+        options = dict(spec.options)
+        kv_memory = options.pop("kv_memory", None) or 1 << 30
+        return cls(
+            spec.model,
+            name=spec.model,
+            kv_memory=kv_memory,
+            revision=spec.revision,
+            dtype=spec.dtype,
+            device=spec.device,
+            quant=spec.quant,
+            adapter=spec.adapter,
+            **options,
+        )
+
+    def submit(
+        self, request: Any, on_delta: Callable[[str], None] | None = None, priority: int = 0
+    ) -> Ticket:
+        """Queue a request, or say what is wrong with it."""
+        ids = tuple(request.prompt.ids)
+        self._check(request, ids)
+        if isinstance(request, Forward):
+            row = RowRequest(
+                ids=ids,
+                plan=request.plan,  # type: ignore[arg-type]
+                all_logits=request.logits or request.logprobs,
+                exclusive=request.exclusive,
+                priority=priority,
+            )
+            return self.engine.submit(row)
+        said, begun = self._prefill(request)
+        room = self.context_limit - len(ids) - len(begun)
+        row = RowRequest(
+            ids=ids + begun,
+            sampling=request.sampling,
+            max_new_tokens=min(request.max_new_tokens, room),
+            end_ids=self.end_ids | frozenset(request.end_ids),
+            stop=request.stop,
+            uniform=partial(uniform, request.stream.key()),
+            plan=request.plan,  # type: ignore[arg-type]
+            logprobs=request.logprobs,
+            exclusive=request.exclusive,
+            reuse=request.kv_reuse,
+            priority=priority,
+            said=said,
+            on_delta=on_delta,
+        )
+        return self.engine.submit(row)
+
+    def _check(self, request: Generate | Forward, ids: tuple[int, ...]) -> None:
+        if not ids:
+            raise ValueError(f"{self.name} was given an empty prompt; a prompt needs at least one token")
+        if max(ids) >= self.vocabulary or min(ids) < 0:
+            raise ValueError(f"token id {max(ids)} is not in {self.name}'s vocabulary of {self.vocabulary}")
+        if isinstance(request, Generate):
+            if request.max_new_tokens < 1:
+                raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
+            for token in request.sampling.logit_bias or ():
+                if not 0 <= token < self.vocabulary:
+                    raise ValueError(
+                        f"logit_bias names token {token}; {self.name}'s vocabulary has {self.vocabulary}"
+                    )
+        if len(ids) >= self.context_limit + (1 if isinstance(request, Forward) else 0):
+            raise ValueError(f"the prompt has {len(ids)} tokens; {self.name} reads {self.context_limit}")
+        for site, layer in getattr(request.plan, "captures", ()):
+            if not 0 <= layer < self.n_layers:
+                raise ValueError(
+                    f'site "{site}.{layer}" is not in {self.name}: '
+                    f"it has {self.n_layers} layers (0-{self.n_layers - 1})"
+                )
+
+    def _prefill(self, request: Generate) -> tuple[str, tuple[int, ...]]:
+        if not request.prefill:
+            return "", ()
+        if isinstance(request.prefill, str):
+            ids = self.tokenizer(request.prefill, add_special_tokens=False, split_special_tokens=True)[
+                "input_ids"
+            ]
+            return request.prefill, tuple(ids)
+        return str(self.tokenizer.decode(list(request.prefill), skip_special_tokens=True)), tuple(
+            request.prefill
+        )
+
+    def step(self, timeout: float = 0) -> list[Completion]:
+        """One step of the engine, under the model's lock."""
+        with self.lock:
+            return self.engine.step()
+
+    def idle(self) -> None:
+        """Nothing waits for others here."""
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a row early."""
+        self.engine.cancel(ticket)
+
+    def close(self) -> None:
+        """Free keys and the reference to the model."""
+        self.engine.close()
+        _RESIDENT.discard(self)
+
+    def __repr__(self) -> str:
+        engine = self.engine
+        return (
+            f"HuggingFaceBackend({self.name}, {engine.dtype}, {engine.device}, {len(engine.rows)} rows, "
+            f"{(engine.slots.bytes + engine.prefixes.parked_bytes) >> 20} MiB of keys, "
+            f"exact={self.capabilities.exact})"
+        )
+
+
+def _end_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Every id that ends a turn: the generation config's and the tokenizer's."""
+    named = getattr(model.generation_config, "eos_token_id", None)
+    ids = set(named) if isinstance(named, list | tuple) else {named}
+    ids.add(getattr(tokenizer, "eos_token_id", None))
+    return {int(i) for i in ids if i is not None}
+
+
+def resident_modules() -> list[Any]:
+    """Every module that a live backend holds; for tests that count hooks."""
+    return [backend.model for backend in _RESIDENT]

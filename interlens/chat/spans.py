@@ -1,0 +1,135 @@
+"""Segments of a prompt, and the vocabulary that selects token positions in one participant's view.
+
+The segments of a view add up to the whole sequence: every token belongs to exactly one, and each says whose
+words it holds, in which turn, in which part of the message, and whether the reader's own model sampled it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+Part = Literal["header", "content", "footer", "scaffold"]
+Channel = Literal["reasoning", "answer", "tool_call"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """A run of tokens with one owner."""
+
+    text: str
+    ids: tuple[int, ...]
+    role: Role
+    part: Part
+    speaker: str | None = None
+    """Whose words; `None` where nobody wrote them (the template, `continue_prompt`)."""
+    message: int | None = None
+    """Index in the transcript."""
+    turn: int | None = None
+    """Ordinal of the speaking turn."""
+    generated: bool = False
+    """Sampled by the model that reads this view."""
+    channel: Channel | None = None
+    """Set on content that a model sampled."""
+
+
+class SpanLike:
+    """What selects positions: combine with `&`, `|` and `~`."""
+
+    def mask(self, segments: Sequence[Segment], pov: str) -> list[bool]:
+        """One truth value per token position of the view."""
+        raise TypeError(f"{type(self).__name__} does not say which positions it selects")
+
+    def positions(self, segments: Sequence[Segment], pov: str) -> list[int]:
+        """The selected token positions, ascending."""
+        return [i for i, chosen in enumerate(self.mask(segments, pov)) if chosen]
+
+    def __and__(self, other: "SpanLike") -> "SpanLike":
+        return _Combined("and", (self, other))
+
+    def __or__(self, other: "SpanLike") -> "SpanLike":
+        return _Combined("or", (self, other))
+
+    def __invert__(self) -> "SpanLike":
+        return _Combined("not", (self,))
+
+
+@dataclass(frozen=True, slots=True)
+class _Combined(SpanLike):
+    how: Literal["and", "or", "not"]
+    of: tuple[SpanLike, ...]
+
+    def mask(self, segments: Sequence[Segment], pov: str) -> list[bool]:
+        masks = [part.mask(segments, pov) for part in self.of]
+        if self.how == "not":
+            return [not chosen for chosen in masks[0]]
+        return [all(row) if self.how == "and" else any(row) for row in zip(*masks, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span(SpanLike):
+    """Token positions by owner; every field narrows, `None` does not. `Span()` is every position.
+
+    `Span(speaker="bob", part="content", turn=slice(-3, None)) & ~Span(first=1)` is bob's words in the last
+    three turns without position 0.
+    """
+
+    turn: int | slice | tuple[int, ...] | None = None
+    """Ordinals of speaking turns; negative counts from the last turn in the view."""
+    speaker: str | None = None
+    """Whose words, not the chat role."""
+    role: Role | None = None
+    part: Part | None = None
+    channel: Channel | None = None
+    phase: Literal["prompt", "generated"] | None = None
+    """`generated`: sampled by the model whose view this is, in whichever turn."""
+    who: Literal["self", "others"] | None = None
+    first: int | None = None
+    """Of the positions that match the other fields, the first n."""
+    last: int | None = None
+    """Of the positions that match the other fields, the last n."""
+
+    def __post_init__(self) -> None:
+        known = {
+            "role": ("system", "user", "assistant", "tool"),
+            "part": ("header", "content", "footer", "scaffold"),
+            "channel": ("reasoning", "answer", "tool_call"),
+            "phase": ("prompt", "generated"),
+            "who": ("self", "others"),
+        }
+        for name, allowed in known.items():
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise ValueError(f"{name} of a Span is one of {', '.join(allowed)}; got {value!r}")
+        for name in ("first", "last"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} of a Span counts positions, at least 1; got {value!r}")
+
+    def mask(self, segments: Sequence[Segment], pov: str) -> list[bool]:
+        n_turns = 1 + max((s.turn for s in segments if s.turn is not None), default=-1)
+        out = [m for s in segments for m in [self._holds(s, pov, n_turns)] * len(s.ids)]
+        chosen = [i for i, m in enumerate(out) if m]
+        if self.first is not None or self.last is not None:
+            keep = set(chosen[: self.first] if self.first is not None else chosen)
+            keep &= set(chosen[-self.last :] if self.last is not None else chosen)
+            out = [i in keep for i in range(len(out))]
+        return out
+
+    def _holds(self, s: Segment, pov: str, n_turns: int) -> bool:
+        if self.turn is not None and not self._in_turn(s.turn, n_turns):
+            return False
+        if self.who is not None and (s.speaker is None or (s.speaker == pov) != (self.who == "self")):
+            return False
+        if self.phase is not None and s.generated != (self.phase == "generated"):
+            return False
+        fields = ("speaker", "role", "part", "channel")
+        return all(getattr(self, f) is None or getattr(self, f) == getattr(s, f) for f in fields)
+
+    def _in_turn(self, turn: int | None, n_turns: int) -> bool:
+        if turn is None:
+            return False
+        if isinstance(self.turn, slice):
+            return turn in range(*self.turn.indices(n_turns))
+        wanted = (self.turn,) if isinstance(self.turn, int) else self.turn or ()
+        return turn in {t + n_turns if t < 0 else t for t in wanted}

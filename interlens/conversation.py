@@ -1,0 +1,384 @@
+"""The one object: a recipe, a live dialogue, and the driver of rollouts.
+
+Modifiers (`turns`, `data`, `analyzer`, `name`, `run_until`, `seed`, `hook`, `set`) return a changed copy;
+called bare, the ones that hold a value read it. Verbs (`run`, `step`, `say`, …) change the transcript of this
+object and no other.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from interlens import archive, html, program, rollouts
+from interlens.chat.view import View
+from interlens.dialogue import Dialogue, Tap
+from interlens.errors import nearest
+from interlens.interp.capture import Activations, Capture
+from interlens.message import Message
+from interlens.models import SAMPLING, AutoModelParticipant
+from interlens.participants import Participant
+from interlens.program import Options
+from interlens.recipe import Hooked, Recipe
+from interlens.runner.report import RunReport
+from interlens.runner.scheduler import Task, scheduler
+from interlens.transcript import Transcript
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class Conversation(Dialogue):
+    """Participants who talk; see `docs` for a tour.
+
+    `shared_context` opens the transcript, said by the moderator. `shared_system_prompt` is in everybody's
+    system block after their own. `context_policy` says what happens when a view outgrows the context.
+    """
+
+    def __init__(
+        self,
+        participants: Any,
+        *,
+        transcript: Transcript | Iterable[Message] | None = None,
+        shared_context: Any = None,
+        **recipe: Any,
+    ) -> None:
+        for name in recipe:
+            if name not in Recipe.settable():
+                raise TypeError(
+                    f"a conversation takes no {name!r}: {nearest(name, [*Recipe.settable(), 'transcript'])}"
+                )
+        self._begin(Recipe(participants=participants, shared_context=shared_context, **recipe))
+        if transcript is not None:
+            self._transcript = Transcript(transcript)
+            self._seeded = False
+
+    # -- making
+
+    @classmethod
+    def from_models(
+        cls,
+        models: Sequence[Any],
+        *,
+        names: Sequence[str] = ("a", "b"),
+        shared_context: Any = None,
+        prompt: str | None = None,
+        **settings: Any,
+    ) -> "Conversation":
+        """Let models talk: ids or loaded `(model, tokenizer)` pairs, one name each; `prompt` is said by the
+        moderator.
+        """
+        if len(models) != len(names):
+            raise ValueError(
+                f"{len(models)} models and {len(names)} names were given; each model needs a name"
+            )
+        people = []
+        for which, name in zip(models, names, strict=True):
+            if isinstance(which, Participant):
+                people.append(which)
+            elif isinstance(which, str):
+                people.append(AutoModelParticipant.from_pretrained(which, name=name, **settings))
+            else:
+                model, tokenizer = which
+                people.append(AutoModelParticipant.from_model(model, tokenizer, name=name, **settings))
+        conv = cls(people, shared_context=shared_context)
+        if prompt is not None:
+            conv.say(conv.recipe.moderator_name, prompt)
+        return conv
+
+    @classmethod
+    def from_messages(
+        cls, messages: Iterable[Mapping[str, Any]], participants: Any, **recipe: Any
+    ) -> "Conversation":
+        """Begin with words already said: dicts with `author` or `role`, and `content`.
+
+        A `role` of `assistant` is the first participant, `user` the second (the moderator where there is one
+        participant), `system` becomes the shared system prompt.
+        """
+        conv = cls(participants, **recipe)
+        names = conv.names
+        by_role = {"assistant": names[0], "user": names[1] if len(names) > 1 else conv.recipe.moderator_name}
+        for item in messages:
+            if "content" not in item or ("author" in item) == ("role" in item):
+                raise ValueError(
+                    f"a message has content and either author or role; got the keys {sorted(item)}"
+                )
+            if item.get("role") == "system":
+                conv = conv.set(shared_system_prompt=item["content"])
+                continue
+            if "role" in item and item["role"] not in by_role:
+                raise ValueError(f"role is system, user or assistant; got {item['role']!r}")
+            conv.say(item["author"] if "author" in item else by_role[item["role"]], item["content"])
+        return conv
+
+    # -- modifiers
+
+    def _with(self, **changes: Any) -> "Conversation":
+        copy = self._copy()
+        recipe = self.recipe.changed(**changes)
+        if {"shared_context", "moderator_name"} & set(changes):
+            if len(copy._transcript) > int(copy._seeded):
+                raise ValueError(
+                    "the conversation has begun: shared_context is message 0 already; edit(0, text) changes "
+                    "it"
+                )
+            copy._transcript, copy._seeded = Transcript(), False
+        copy.recipe = recipe
+        copy.batched = recipe.execution_mode == "throughput"
+        copy._open()
+        return copy
+
+    def _field(self, name: str, value: tuple[Any, ...]) -> Any:
+        """Read a field, or copy with it changed."""
+        if len(value) > 1:
+            raise TypeError(f"{name}() takes one value, got {len(value)}")
+        return self._with(**{name: value[0]}) if value else getattr(self.recipe, name)
+
+    def set(self, **fields: Any) -> "Conversation":
+        """A copy with recipe fields changed; an unknown one is a `TypeError` that lists the settable ones."""
+        if not fields:
+            raise TypeError(f"set() takes fields: {', '.join(Recipe.settable())}")
+        return self._with(**fields)
+
+    def turns(self, *n: Any) -> Any:
+        """How many turns a run takes; bare, read it."""
+        return self._field("turns", n)
+
+    def data(self, *rows: Any) -> Any:
+        """Rows to make one conversation each of: a data set, a list of dicts, any iterable; bare, read it."""
+        return self._field("data", rows)
+
+    def name(self, *name: Any) -> Any:
+        """The name of this lineup in a pool; bare, read it."""
+        return self._field("name", name)
+
+    def seed(self, *seed: Any) -> Any:
+        """The seed; bare, read it. `conv.seed(5).run()` is rollout 5 of seed 0."""
+        return self._field("seed", seed)
+
+    def run_until(self, *condition: Any) -> Any:
+        """When to stop; bare, read it."""
+        return self._field("run_until", condition)
+
+    def analyzer(self, *one: Any, **named: Any) -> Any:
+        """Measure each finished conversation: `.analyzer(f)` gives `analysis = f(conv)`, `.analyzer(a=f,
+        b=g)` a dict.
+        """
+        if not one and not named:
+            return dict(self.recipe.analyzers)
+        if len(one) > 1 or (one and named):
+            raise TypeError(
+                "analyzer takes one function or registered name, or several with names: analyzer(a=f, b=g)"
+            )
+        pairs = (("", one[0]),) if one else tuple(named.items())
+        for _, fn in pairs:
+            if not callable(fn) and not isinstance(fn, str):
+                raise TypeError(
+                    f"an analyzer is a function of the conversation or a registered name, got {fn!r}"
+                )
+        return self._with(analyzers=pairs)
+
+    def hook(self, *what: Any, speaker: str | None = None, turns: Any = None) -> "Conversation":
+        """Attach captures to the turns of a speaker; `turns` counts speaking turns."""
+        for item in what:
+            if not isinstance(item, Capture):
+                raise TypeError(f"hook takes Capture(...); got {item!r}")
+        added = tuple(Hooked(item, speaker, turns) for item in what)
+        return self._with(hooks=(*self.recipe.hooks, *added))
+
+    # -- verbs
+
+    def _ready(self) -> None:
+        if self.recipe.needs_row or self.recipe.data is not None:
+            raise ValueError(
+                "this is a recipe whose templates or data make one conversation per row: run rollout(...), "
+                "and look at "
+                "report.results[id].conversation"
+            )
+
+    def run(
+        self,
+        turns: int | None = None,
+        until: Any = None,
+        first: Any = None,
+        prompt: str | None = None,
+        show: bool | None = None,
+    ) -> Transcript:
+        """Take turns: `turns` more of them, or until a condition holds; return the transcript.
+
+        The next speaker follows the last who spoke, unless `first` says otherwise. `prompt` is said by the
+        moderator before. `show=True` prints the words as they come.
+        """
+        self._ready()
+        turns = turns if turns is not None else self.recipe.turns
+        until = until if until is not None else self.recipe.run_until
+        if first is not None:
+            self.participant(first)
+        if prompt is not None:
+            self.say(self.recipe.moderator_name, prompt)
+        asking = program.run(self, turns, until, first)
+        if show:
+            from interlens.notebook.live import watching
+
+            with watching() as on_delta:
+                scheduler().ask(asking, on_delta=on_delta)
+        else:
+            scheduler().ask(asking)
+        return self._transcript
+
+    def step(
+        self,
+        speaker: Any,
+        *,
+        capture: Capture | Sequence[Capture] | None = None,
+        logprobs: bool | int = False,
+        max_new_tokens: int | None = None,
+        **settings: Any,
+    ) -> Message | None:
+        """One committed turn; `None` if a hook denied it. Sampling settings hold for this turn only."""
+        self._ready()
+        options = _options(capture, logprobs, max_new_tokens, settings)
+        asking = program.take(self, self.participant(speaker), "turn/0", options)
+        return scheduler().ask(asking)
+
+    def say(self, author: Any, text: str) -> Message:
+        """Commit words nobody generated."""
+        name = author.name if isinstance(author, Participant) else author
+        message = Message(name, text)
+        self._transcript.append(message)
+        return message
+
+    def sample(
+        self,
+        speaker: Any,
+        message: str | None = None,
+        *,
+        as_author: str | None = None,
+        n: int | None = None,
+        capture: Capture | Sequence[Capture] | None = None,
+        logprobs: bool | int = False,
+        max_new_tokens: int | None = None,
+        **settings: Any,
+    ) -> Any:
+        """A reply that is not committed: a message; a list with `n`; a dict for several speakers.
+
+        `message` is said before it by `as_author` (the moderator), and is not committed either. Successive
+        calls give successive draws.
+        """
+        self._ready()
+        several = isinstance(speaker, list | tuple)
+        people = [self.participant(s) for s in (speaker if several else [speaker])]
+        if n is not None and n < 1:
+            raise ValueError(f"n is a number of samples, at least 1; got {n}")
+        extra = Message(as_author or self.recipe.moderator_name, message) if message is not None else None
+        options = _options(capture, logprobs, max_new_tokens, settings)
+        found = scheduler().ask(program.sample(self, people, n or 1, extra, options))
+        shaped = [replies if n is not None else replies[0] for replies in found]
+        return dict(zip((p.name for p in people), shaped, strict=True)) if several else shaped[0]
+
+    def stream(self, speaker: Any, **options: Any) -> Iterator[str]:
+        """The same turn as `step`, as pieces of text; closing the generator cancels the turn."""
+        self._ready()
+        chosen = _options(
+            options.pop("capture", None),
+            options.pop("logprobs", False),
+            options.pop("max_new_tokens", None),
+            options,
+        )
+        return _pieces(program.take(self, self.participant(speaker), "turn/0", chosen))
+
+    # -- inside
+
+    @contextmanager
+    def capture(self, sites: Any = "resid_post", **options: Any) -> Iterator[Activations]:
+        """Capture in every turn and sample inside the block: `with conv.capture(layers=[12]) as acts: …`."""
+        capture = sites if isinstance(sites, Capture) else Capture(sites, **options)
+        tap = Tap(capture)
+        self.taps.append(tap)
+        try:
+            yield tap.caught
+        finally:
+            self.taps.remove(tap)
+
+    def view(self, pov: Any) -> View:
+        """Exactly what a participant would be given if it spoke now; loads a tokenizer, never weights."""
+        self._ready()
+        return scheduler().ask(program.look(self, self.participant(pov)))
+
+    def render_templated(self, pov: Any) -> str:
+        """The view as the text its template makes."""
+        return self.view(pov).text
+
+    def tokens(self, pov: Any) -> View:
+        """The view, for its `.ids` and spans."""
+        view = self.view(pov)
+        view.segments_or_raise()
+        return view
+
+    # -- showing
+
+    def frame(self) -> "pandas.DataFrame":
+        """One row per message."""
+        return self._transcript.frame()
+
+    def __repr__(self) -> str:
+        state = f"{self.n_turns} turns, {self.tokens_generated} tokens"
+        extra = f", {self._origin}" if self._origin else ""
+        return f"Conversation({', '.join(self.names)}: {state}{extra})"
+
+    def _repr_html_(self) -> str:
+        return html.tag(
+            "div", html.tag("p", html.tag("b", repr(self))), html.Html(self._transcript._repr_html_())
+        )
+
+    def show(self) -> None:
+        """Show the conversation so far: as HTML in a notebook, as text in a terminal."""
+        from interlens.notebook.live import show
+
+        show(self)
+
+    def save_html(self, path: str | Path) -> Path:
+        """Write one self-contained file."""
+        messages = [html.tag("p", html.tag("b", m.author), ": ", m.content) for m in self._transcript]
+        target = Path(path)
+        target.write_text(html.page(repr(self), html.tag("h1", repr(self)), *messages), encoding="utf-8")
+        return target
+
+    # -- keeping
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the whole recipe and transcript; what cannot be saved is refused by name."""
+        return archive.save(self, folder)
+
+    @classmethod
+    def load(cls, folder: str | Path, *, trust: bool = False) -> "Conversation":
+        """Read what `save` wrote; stored functions are imported only with `trust=True`."""
+        return archive.load(cls, folder, trust=trust)
+
+    def rollout(self, n: int | None = None, **options: Any) -> RunReport:
+        """Many independent runs of this recipe from its present transcript; this object is not changed.
+
+        Options: `samples=1, devices=None, out_dir=None, resume=True, extend=False, batched=True,
+        max_batch_size=None, seed=0, progress=None, on_event=None`.
+        """
+        return rollouts.rollout([self], n=n, **options)
+
+
+def _options(capture: Any, logprobs: bool | int, cap: int | None, settings: Mapping[str, Any]) -> Options:
+    for name in settings:
+        if name not in SAMPLING:
+            known = [*SAMPLING, "capture", "logprobs", "max_new_tokens"]
+            raise TypeError(f"a turn takes no {name!r}: {nearest(name, known)}")
+    captures = () if capture is None else (capture,) if isinstance(capture, Capture) else tuple(capture)
+    wanted = None if logprobs is False else 0 if logprobs is True else int(logprobs)
+    if cap is not None and cap < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {cap}")
+    return Options(captures=captures, logprobs=wanted, cap=cap, settings=dict(settings))
+
+
+def _pieces(asking: Any) -> Iterator[str]:
+    for event in scheduler().start([Task("stream", asking)], inline=True, stream=True).events():
+        if event.kind == "delta":
+            yield event.value
+        elif event.kind == "failed" and event.error is not None:
+            raise event.error

@@ -1,0 +1,376 @@
+"""The engine: rows are admitted, prefilled, decoded and retired at every step; streaming is the primitive.
+
+One step is one packed forward pass, `[1, T]`: the rows that decode bring one token each, rows that prefill
+bring a piece of their prompt. Every row has its own sampling, seed, stops, cap and plan, and every row's
+numbers are a function of its own ids alone (`attention` says how), so who else is in the pass cannot be seen
+in them.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from interlens.engine.attention import PassPlan, plan_pass, switched_on
+from interlens.engine.kv import BLOCK, Holder, Prefixes, Segment, Slots, block_keys
+from interlens.engine.rows import Row, RowRequest, Text
+from interlens.engine.sampler import Draw, raw_statistics, sample
+from interlens.errors import EngineError
+from interlens.interp.hooks import Session
+from interlens.request import Completion, Ticket
+
+PREFILL_BUDGET = 512
+"""Prompt tokens per step, over all rows: a long prompt does not stall the others for longer than that."""
+
+
+class Engine:
+    """Continuous batching over one resident module. Single-threaded: one owner calls `submit` and `step`."""
+
+    exact = True
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        max_rows: int = 64,
+        kv_bytes: int = 1 << 30,
+        prefill_budget: int = PREFILL_BUDGET,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.max_rows, self.prefill_budget = max_rows, prefill_budget
+        self.device = next(model.parameters()).device
+        self.dtype = next(model.parameters()).dtype
+        self.slots = Slots(model.config.get_text_config(decoder=True).num_hidden_layers)
+        self.prefixes = Prefixes(kv_bytes)
+        self.rows: list[Row] = []
+        self.waiting: list[Row] = []
+        self.steps = 0
+        self.prefilled = 0
+        """Prompt tokens run since the engine was made."""
+        self.watch: Callable[[Row, torch.Tensor], None] | None = None
+        """Called with a row and the logits `[V]` its next token is drawn from; for tests and self-tests."""
+        self._done: list[Completion] = []
+        self._numbers = itertools.count()
+        self._stamp: tuple[int, int] | None = None
+        self._began: dict[int, float] = {}
+
+    # -- requests
+
+    def submit(self, request: RowRequest) -> Ticket:
+        """Queue a row; `step` makes progress."""
+        if not request.ids:
+            raise ValueError("a prompt needs at least one token")
+        ticket = Ticket(next(self._numbers))
+        row = Row(
+            request,
+            ticket,
+            Text(self.tokenizer) if self.tokenizer is not None and request.max_new_tokens else None,
+        )
+        self._began[ticket.number] = time.perf_counter()
+        self.waiting.append(row)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a row early; its completion says `cancelled` and holds what was generated."""
+        for row in [*self.waiting, *self.rows]:
+            if row.ticket == ticket and row.finish is None:
+                row.finish = "cancelled"
+                if row in self.waiting:
+                    self.waiting.remove(row)
+                    self._complete(row)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.rows or self.waiting or self._done)
+
+    # -- the loop
+
+    @torch.no_grad()
+    def step(self) -> list[Completion]:
+        """One pass over the model; returns the rows that finished."""
+        # 1. leave: rows that ended, or were cancelled
+        for row in [r for r in self.rows if r.done]:
+            self._retire(row)
+        # 2. join: waiting rows take free places, with what is resident of their prompt
+        self._admit()
+        # 3. run one packed pass
+        if self.rows:
+            try:
+                self._advance()
+            except Exception as error:
+                self._fail_all(error)
+        for row in [r for r in self.rows if r.done]:
+            self._retire(row)
+        done, self._done = self._done, []
+        return done
+
+    def _admit(self) -> None:
+        if not self.waiting:
+            return
+        self._check_model()
+        self.waiting.sort(key=lambda r: (r.request.priority, r.ticket.number))
+        coming = {
+            key
+            for r in self.rows
+            if r.prefilling and r.request.reuse
+            for key in block_keys(r.request.ids)[len(r.keys) :]
+        }
+        for row in list(self.waiting):
+            alone = row.request.exclusive or any(r.request.exclusive for r in self.rows)
+            if len(self.rows) >= self.max_rows or (alone and self.rows):
+                break
+            keys = block_keys(row.request.ids) if row.request.reuse else []
+            holder, n = self.prefixes.find(row.request.ids, keys)
+            if any(k in coming for k in keys[n // BLOCK : (len(row.request.ids) - 1) // BLOCK]):
+                row.shared = True  # a mate is computing this prefix right now: take it afterwards
+                continue
+            self.waiting.remove(row)
+            self._place(row, holder, n)
+            coming |= set(keys[n // BLOCK :])
+
+    def _place(self, row: Row, holder: Holder | None, n: int) -> None:
+        """Give a row a slot, and copy into it what is resident of its prompt."""
+        row.slot = len(self.rows)
+        self.rows.append(row)
+        n = min(n, len(row.request.ids) - 1)  # one token at least is run: its logits are needed
+        usable = self._reusable(row, n)
+        row.recomputed = n - usable
+        self.slots.fit(len(self.rows), max(len(r.request.ids) + 1 for r in self.rows))
+        if usable and holder is not None:
+            if holder.kept is not None:
+                self.slots.put(row.slot, holder.kept, usable)
+            else:
+                self.slots.copy(holder.slot, row.slot, usable)
+        row.past = row.reused = usable
+        row.holder = Holder(list(row.request.ids[:usable]), row.slot)
+        if row.request.reuse:
+            row.grow_keys()
+            self.prefixes.grow(row.holder, row.keys)
+
+    def _reusable(self, row: Row, n: int) -> int:
+        """Positions that a capture or the caller wants to see are run again; their keys come out the same."""
+        if row.request.all_logits:
+            return 0
+        plan = row.request.plan
+        if plan is not None and plan.captures and plan.prompt and plan.prompt[0] < n:
+            return plan.prompt[0]
+        return n
+
+    def _advance(self) -> None:
+        budget, work = self.prefill_budget, []
+        for row in self.rows:
+            if row.prefilling and budget <= 0:
+                continue
+            ids = row.pending(budget)
+            budget -= len(ids) if row.prefilling else 0
+            work.append((row, ids))
+        work.sort(key=lambda item: len(item[1]) > 1)  # rows with one token first, each kind in slot order
+        segments, at = [], 0
+        for row, ids in work:
+            segments.append(Segment(row.slot, row.past, at, len(ids)))
+            at += len(ids)
+        logits, index, kept = self._pass(work, segments)
+        self._collect(work, segments, kept)
+        drawing = []
+        for place, (row, ids) in enumerate(work):
+            self.prefilled += len(ids) if row.prefilling else 0
+            row.past += len(ids)
+            if row.holder is not None:
+                row.holder.ids.extend(ids)
+                if row.request.reuse:
+                    row.grow_keys()
+                    self.prefixes.grow(row.holder, row.keys)
+            begin, end = index[place]
+            if row.request.all_logits:
+                row.logits.append(logits[begin:end].float().cpu())
+            if not row.prefilling:
+                drawing.append((row, end - 1))
+        self._draw(drawing, logits)
+
+    def _pass(
+        self, work: Sequence[tuple[Row, list[int]]], segments: list[Segment]
+    ) -> tuple[torch.Tensor, list[tuple[int, int]], dict[tuple[str, int], torch.Tensor]]:
+        """Run the model once; logits `[kept, V]`, where each row's lie in them, and what the hooks kept."""
+        ids = [i for _, piece in work for i in piece]
+        positions = [p for s in segments for p in range(s.past, s.past + s.n)]
+        keep: list[int] = []
+        index = []
+        for (row, _), s in zip(work, segments, strict=True):
+            begin = len(keep)
+            keep += range(s.start, s.start + s.n) if row.request.all_logits else [s.start + s.n - 1]
+            index.append((begin, len(keep)))
+        self.slots.fit(len(self.rows), max(s.past + s.n for s in segments))
+        plan: PassPlan = plan_pass(self.slots, segments, self.dtype, self.device)
+        self.slots.segments, self.slots.plan = segments, plan
+
+        def tensor(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, device=self.device)
+
+        with switched_on(self.model), Session(self.model, self._wanted(work, segments)) as session:
+            out = self.model(
+                input_ids=tensor(ids)[None],
+                position_ids=tensor(positions)[None],
+                cache=self.slots,
+                use_cache=True,
+                logits_to_keep=tensor(keep),
+            )
+        self.steps += 1
+        return out.logits[0], index, session.kept
+
+    def _wanted(
+        self, work: Sequence[tuple[Row, list[int]]], segments: Sequence[Segment]
+    ) -> dict[tuple[str, int], torch.Tensor]:
+        wanted: dict[tuple[str, int], list[int]] = {}
+        for (row, ids), s in zip(work, segments, strict=True):
+            offsets = row.wants(s.past, len(ids))
+            for address in row.request.plan.captures if offsets and row.request.plan is not None else ():
+                wanted.setdefault(address, []).extend(s.start + o for o in offsets)
+        return {address: torch.tensor(index, device=self.device) for address, index in wanted.items()}
+
+    def _collect(
+        self,
+        work: Sequence[tuple[Row, list[int]]],
+        segments: Sequence[Segment],
+        kept: dict[tuple[str, int], torch.Tensor],
+    ) -> None:
+        at = dict.fromkeys(kept, 0)
+        for (row, ids), s in zip(work, segments, strict=True):
+            if not (offsets := row.wants(s.past, len(ids))) or row.request.plan is None:
+                continue
+            chunk = {}
+            for address in row.request.plan.captures:
+                chunk[address] = kept[address][at[address] : at[address] + len(offsets)].to("cpu", copy=True)
+                at[address] += len(offsets)
+            row.kept.append(([s.past + o for o in offsets], chunk))
+
+    def _draw(self, drawing: Sequence[tuple[Row, int]], logits: torch.Tensor) -> None:
+        for row, _ in drawing:
+            if row.request.max_new_tokens == 0:
+                row.finish = "length"
+        drawing = [(row, at) for row, at in drawing if row.finish is None]
+        if not drawing:
+            return
+        rows, rows_BV = self._sound([r for r, _ in drawing], logits[[at for _, at in drawing]].float())
+        if not rows:
+            return
+        if self.watch is not None:
+            for row, logits_V in zip(rows, rows_BV, strict=True):
+                self.watch(row, logits_V)
+        draws = [Draw(r.request.sampling, r.request.uniform(len(r.out)), r.request.ids, r.out) for r in rows]
+        tokens = sample(rows_BV, draws)
+        self._note(rows, rows_BV, tokens)
+        for row, token in zip(rows, tokens, strict=True):
+            try:
+                row.take(token)
+            except Exception as error:  # a subscriber or a decoder failed: this row ends, nobody else
+                row.error, row.finish = error, "error"
+
+    def _sound(self, rows: list[Row], rows_BV: torch.Tensor) -> tuple[list[Row], torch.Tensor]:
+        """End the rows whose logits are no numbers; return the others."""
+        sound = torch.isfinite(rows_BV.amax(-1)).tolist()
+        if all(sound):
+            return rows, rows_BV
+        for row, fine in zip(rows, sound, strict=True):
+            if not fine:
+                row.error = EngineError(
+                    "the model's logits are not numbers (NaN or infinite): check its weights and dtype"
+                )
+                row.finish = "error"
+                self.slots.wipe(row.slot)
+        live = [i for i, fine in enumerate(sound) if fine]
+        return [rows[i] for i in live], rows_BV[live]
+
+    def _note(self, rows: Sequence[Row], logits_BV: torch.Tensor, tokens: Sequence[int]) -> None:
+        asked = [i for i, r in enumerate(rows) if r.request.logprobs is not None]
+        if not asked:
+            return
+        some = logits_BV[asked]
+        logp, entropy = raw_statistics(some, [tokens[i] for i in asked])
+        for place, i in enumerate(asked):
+            row = rows[i]
+            row.logprobs.append(logp[place])
+            row.entropy.append(entropy[place])
+            if row.request.logprobs:
+                values, index = torch.log_softmax(some[place], -1).topk(row.request.logprobs)
+                row.top.append(tuple(zip(index.tolist(), values.tolist(), strict=True)))
+
+    # -- leaving
+
+    def _retire(self, row: Row) -> None:
+        """Park the row's keys, close the gap, and give its completion."""
+        holder = row.holder
+        assert holder is not None
+        if row.finish == "error" or not row.request.reuse or row.past < BLOCK:
+            self.prefixes.forget(holder)
+        else:
+            live_blocks = list(row.keys)
+            self.prefixes.forget(holder)
+            self.prefixes.park(holder, self.slots.take(row.slot, row.past), live_blocks)
+        last = self.rows.pop()
+        if last is not row:
+            self.slots.copy(last.slot, row.slot, last.past)
+            self.rows[row.slot] = last
+            last.slot = row.slot
+            if last.holder is not None:
+                last.holder.slot = row.slot
+        self._complete(row)
+
+    def _complete(self, row: Row) -> None:
+        began = self._began.pop(row.ticket.number)
+        self._done.append(
+            Completion(
+                ticket=row.ticket,
+                text=row.final_text(),
+                token_ids=tuple(row.out),
+                offsets=tuple(row.text.offsets) if row.text is not None else (),
+                finish=row.finish or "error",
+                n_tokens=len(row.out),
+                n_prompt_tokens=len(row.request.ids),
+                logprobs=tuple(row.logprobs) if row.request.logprobs is not None else None,
+                entropy=tuple(row.entropy) if row.request.logprobs is not None else None,
+                top_logprobs=tuple(row.top) if row.request.logprobs else None,
+                captures=self._captured(row),
+                logits=torch.cat(row.logits) if row.logits else None,
+                timings={"seconds": time.perf_counter() - began},
+                reused_tokens=row.reused,
+                shared_prefill=row.shared,
+                receipts=({"kind": "recomputed", "tokens": row.recomputed},) if row.recomputed else (),
+                error=row.error,
+            )
+        )
+
+    def _captured(self, row: Row) -> dict[str, torch.Tensor] | None:
+        if row.request.plan is None or not row.request.plan.captures or not row.kept:
+            return None
+        out = {"positions": torch.tensor([p for positions, _ in row.kept for p in positions])}
+        for site, layer in row.request.plan.captures:
+            out[f"{site}.{layer}"] = torch.cat([chunk[site, layer] for _, chunk in row.kept])
+        return out
+
+    def _fail_all(self, error: Exception) -> None:
+        """The pass itself failed: every row in it ends with the error, the engine goes on."""
+        for row in self.rows:
+            row.error, row.finish = error, "error"
+            self.slots.wipe(row.slot)
+
+    # -- the model may change between steps
+
+    def _check_model(self) -> None:
+        """Parked keys are of the weights and hooks that made them: drop them when either has changed."""
+        weights = sum(p._version for p in self.model.parameters())
+        hooks = sum(sum(m._forward_hooks) + sum(m._forward_pre_hooks) for m in self.model.modules())
+        if self._stamp is not None and self._stamp != (weights, hooks) and not self.rows:
+            self.prefixes.clear()
+        if self._stamp is None or not self.rows:
+            self._stamp = (weights, hooks)
+
+    def close(self) -> None:
+        """Free all keys."""
+        self.prefixes.clear()
+        self.rows.clear()
+        self.waiting.clear()
+        self.slots = Slots(self.slots.n_layers)

@@ -1,0 +1,211 @@
+"""One row: a sequence that is being extended, with its own settings, text, stops and captures."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from interlens.engine.kv import BLOCK, Holder, block_keys
+from interlens.interp.capture import RowPlan
+from interlens.request import Finish, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowRequest:
+    """What the engine is asked: ids in, at most `max_new_tokens` ids out. 0 new tokens is a forward pass."""
+
+    ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_new_tokens: int = 0
+    end_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    uniform: Callable[[int], float] = lambda position: 0.0
+    """The row's random number for a token position of the reply."""
+    plan: RowPlan | None = None
+    logprobs: int | None = None
+    all_logits: bool = False
+    """Keep the logits of every prompt position."""
+    exclusive: bool = False
+    reuse: bool = True
+    priority: int = 0
+    """Lower is admitted earlier."""
+    said: str = ""
+    """Text that the reply already begins with (a prefill), so that stop strings can span it."""
+    on_delta: Callable[[str], None] | None = None
+
+
+class Text:
+    """Decodes a reply token by token; characters that are not whole yet are held back."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.text = ""
+        self.offsets: list[int] = []
+        self._ids: list[int] = []
+        self._done = 0
+        """Tokens before this one are decoded for good."""
+        self._known = ""
+        """What the ids from `_done` on have given so far."""
+
+    def add(self, token: int) -> str:
+        """Take a token, return the text that became whole."""
+        self._ids.append(token)
+        window = self.tokenizer.decode(
+            self._ids[self._done :], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        new = ""
+        if not window.endswith("�"):
+            new = window[len(self._known) :]
+            self._known = window
+            if len(self._ids) - self._done > 8:
+                # keep one token of context: some tokenizers drop the space of a text's first word
+                self._done = len(self._ids) - 1
+                self._known = self.tokenizer.decode(
+                    self._ids[self._done :], skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
+        self.text += new
+        self.offsets.append(len(self.text))
+        return new
+
+    def close(self) -> None:
+        """At the end, bytes that never became a character are shown as the decoder shows them."""
+        window = self.tokenizer.decode(
+            self._ids[self._done :], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        if len(window) > len(self._known) and self.offsets:
+            self.text += window[len(self._known) :]
+            self.offsets[-1] = len(self.text)
+
+
+@dataclass(eq=False)
+class Row:
+    """The state of a live or waiting row."""
+
+    request: RowRequest
+    ticket: Any
+    text: Text | None
+    keys: list[bytes] = field(default_factory=list)
+    holder: Holder | None = None
+    slot: int = -1
+    out: list[int] = field(default_factory=list)
+    past: int = 0
+    """Positions whose keys are resident."""
+    reused: int = 0
+    shared: bool = False
+    recomputed: int = 0
+    finish: Finish | None = None
+    error: BaseException | None = None
+    logprobs: list[float] = field(default_factory=list)
+    entropy: list[float] = field(default_factory=list)
+    top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    kept: list[tuple[list[int], dict[tuple[str, int], "torch.Tensor"]]] = field(default_factory=list)
+    """Captured chunks: positions and one tensor per address."""
+    logits: list["torch.Tensor"] = field(default_factory=list)
+    told: int = 0
+    """How many characters the subscriber has been given."""
+    chosen: frozenset[int] = frozenset()
+    """Prompt positions that the plan keeps."""
+    stop_at: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.request.plan is not None:
+            self.chosen = frozenset(self.request.plan.prompt)
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Prompt and reply."""
+        return (*self.request.ids, *self.out)
+
+    def pending(self, budget: int) -> list[int]:
+        """The ids to run next: the rest of the prompt, in pieces of at most `budget`, or the last token
+        drawn.
+        """
+        prompt = self.request.ids
+        if self.past < len(prompt):
+            return list(prompt[self.past : self.past + max(1, budget)])
+        return [self.out[self.past - len(prompt)]]
+
+    @property
+    def done(self) -> bool:
+        """Whether the row may leave: it ended, and its last token was run where a capture wants it."""
+        if self.finish is None:
+            return False
+        plan = self.request.plan
+        owed = plan is not None and bool(plan.captures) and plan.generated and self.past < len(self.ids)
+        return not owed or self.finish in ("error", "cancelled")
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether part of the prompt is still to be run."""
+        return self.past < len(self.request.ids)
+
+    def grow_keys(self) -> None:
+        """Extend the block keys to the ids that are resident; only whole new blocks are hashed."""
+        known = len(self.keys)
+        if self.past // BLOCK > known:
+            fresh = self.ids[known * BLOCK : self.past]
+            self.keys += block_keys(fresh, self.keys[-1] if self.keys else b"")
+
+    def wants(self, start: int, n: int) -> list[int]:
+        """Offsets within the next n tokens that the plan keeps."""
+        plan = self.request.plan
+        if plan is None or not plan.captures:
+            return []
+        size = len(self.request.ids)
+        return [i for i in range(n) if (plan.generated if start + i >= size else (start + i) in self.chosen)]
+
+    def take(self, token: int) -> None:
+        """Accept a drawn token; decide whether the row ends here."""
+        self.out.append(token)
+        request = self.request
+        if token in request.end_ids:
+            self.finish = "eos"
+            if self.text is not None:
+                self.text.offsets.append(len(self.text.text))
+        else:
+            if self.text is not None:
+                self._read(self.text.add(token))
+            if self.finish is None and len(self.out) >= request.max_new_tokens:
+                self.finish = "length"
+        if self.finish is not None:
+            self._close()
+
+    def _read(self, new: str) -> None:
+        assert self.text is not None
+        if self.request.stop and new:
+            said = self.request.said + self.text.text
+            reach = max(len(s) for s in self.request.stop) + len(new)
+            found = [at for s in self.request.stop if (at := said.find(s, max(0, len(said) - reach))) >= 0]
+            if found:
+                self.finish, self.stop_at = "stop", max(0, min(found) - len(self.request.said))
+                return
+        self._tell(len(self.text.text) - self._doubtful(self.text.text))
+
+    def _doubtful(self, text: str) -> int:
+        """How many characters at the end may still become part of a stop string."""
+        keep = 0
+        for s in self.request.stop:
+            for n in range(min(len(s) - 1, len(text)), keep, -1):
+                if text.endswith(s[:n]):
+                    keep = n
+                    break
+        return keep
+
+    def _tell(self, upto: int) -> None:
+        if self.text is not None and upto > self.told and self.request.on_delta is not None:
+            self.request.on_delta(self.text.text[self.told : upto])
+            self.told = upto
+
+    def _close(self) -> None:
+        if self.text is not None:
+            if self.finish != "stop":
+                self.text.close()
+            self._tell(len(self.final_text()))
+
+    def final_text(self) -> str:
+        """The reply's text, cut before a stop string."""
+        if self.text is None:
+            return ""
+        return self.text.text if self.stop_at is None else self.text.text[: self.stop_at]

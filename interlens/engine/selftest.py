@@ -1,0 +1,190 @@
+"""Tried at load: does the packed rule fit this model, and is it exact on this machine?
+
+A model that does not fit goes the slow right way, never a wrong one. Exactness is a property of kernels,
+dtype, threads and processor, so it is measured: linears, attention at lengths that make BLAS change its
+blocking, then the model.
+"""
+
+import inspect
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from interlens.engine.attention import Decoding, decode_rows, plan_pass, prefill_segment
+from interlens.engine.batch import Engine
+from interlens.engine.kv import PAD, Segment, Slots
+from interlens.engine.rows import Row, RowRequest
+
+log = logging.getLogger("interlens.engine")
+LENGTHS = (5, 63, 64, 130, 193, 260, 300, 385, 450)
+"""Keys seen; 192 to 384 is where MKL was measured to change its order of sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the self-test found."""
+
+    fits: bool
+    exact: bool
+    why: str
+
+
+def examine(model: Any) -> Verdict:
+    """Run the self-test on a loaded model; a second or so for a small one."""
+    config = model.config.get_text_config(decoder=True)
+    parameters = inspect.signature(model.forward).parameters
+    if not {"position_ids", "logits_to_keep"} <= set(parameters):
+        return Verdict(False, True, "its forward takes no position_ids or logits_to_keep")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        return Verdict(False, True, f"it has layers of the kinds {', '.join(sorted(kinds))}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
+        return Verdict(
+            False, True, f"its rotary frequencies ({rope['rope_type']}) depend on the longest row of a pass"
+        )
+    try:
+        if not agrees(model):
+            return Verdict(False, True, "packed logits differ from its own forward pass")
+    except Exception as error:  # any failure of the fast path means the slow one
+        return Verdict(False, True, f"{type(error).__name__}: {error}")
+    exact = linears_exact(model) and attention_exact(model) and rows_exact(model)
+    return Verdict(
+        True, exact, "" if exact else f"bits depend on the batch for {model.dtype} on {model.device.type}"
+    )
+
+
+def _ids(model: Any, n: int, seed: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    size = model.config.get_text_config(decoder=True).vocab_size
+    return tuple(torch.randint(min(8, size // 2), size, (n,), generator=generator).tolist())
+
+
+def _run(
+    model: Any, requests: list[RowRequest], budget: int
+) -> tuple[list[Any], dict[int, list[torch.Tensor]]]:
+    engine = Engine(model, max_rows=8, kv_bytes=0, prefill_budget=budget)
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def watch(row: Row, logits_V: torch.Tensor) -> None:
+        seen.setdefault(row.ticket.number, []).append(logits_V.clone())
+
+    engine.watch = watch
+    tickets = [engine.submit(r) for r in requests]
+    done: dict[int, Any] = {}
+    while engine.busy:
+        for completion in engine.step():
+            if completion.error is not None:
+                raise completion.error
+            assert completion.ticket is not None
+            done[completion.ticket.number] = completion
+    engine.close()
+    return [done[t.number] for t in tickets], seen
+
+
+def _logits(model: Any, ids: tuple[int, ...]) -> RowRequest:
+    return RowRequest(ids=ids, all_logits=True, reuse=False)
+
+
+def agrees(model: Any) -> bool:
+    """Packed logits against the model's own forward pass, three rows of other lengths, cut."""
+    prompts = [_ids(model, n, n) for n in (5, 40, 23)]
+    done, _ = _run(model, [_logits(model, ids) for ids in prompts], budget=31)
+    for ids, completion in zip(prompts, done, strict=True):
+        with torch.no_grad():
+            own = (
+                model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
+                .logits[0]
+                .float()
+                .cpu()
+            )
+        off = (own - completion.logits).abs()
+        if model.dtype == torch.float32:
+            fine = bool(off.max() <= 1e-3 * own.std())
+        else:
+            fine = bool(off.mean() <= 0.05 * own.std())
+        if not fine:
+            log.info("packed logits are off by %.3g (std %.3g)", float(off.max()), float(own.std()))
+            return False
+    return True
+
+
+def linears_exact(model: Any) -> bool:
+    """Each shape of linear layer: a row alone, in three, and in many."""
+    shapes: set[tuple[int, int]] = set()
+    for module in model.modules():
+        if not isinstance(module, torch.nn.Linear) or (module.out_features, module.in_features) in shapes:
+            continue
+        shapes.add((module.out_features, module.in_features))
+        x = torch.randn(70, module.in_features, generator=torch.Generator().manual_seed(1)).to(module.weight)
+        with torch.no_grad():
+            whole = module(x)
+            parts = [module(x[a:b]) for a, b in ((0, 1), (1, 4), (4, 20), (20, 37), (37, 70))]
+        if not torch.equal(whole, torch.cat(parts)):
+            return False
+    return True
+
+
+def _decoding(slots: Slots, segments: list[Segment], model: Any) -> Decoding:
+    plan = plan_pass(slots, segments, model.dtype, model.device).decode
+    assert plan is not None
+    return plan
+
+
+def attention_exact(model: Any) -> bool:
+    """One query decoded alone, decoded among mates, and inside a prefill, at telling lengths."""
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    kv = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    generator = torch.Generator().manual_seed(2)
+    slots = Slots(1)
+    slots.fit(4, max(LENGTHS) + 1)
+    keys = torch.randn(slots.n_slots, kv, slots.length, width, generator=generator).to(model.dtype)
+    values = torch.randn(slots.n_slots, kv, slots.length, width, generator=generator).to(model.dtype)
+    if model.device.type != "cpu":
+        return False
+    for n in LENGTHS:
+        q_THD = torch.randn(40, heads, width, generator=generator).to(model.dtype)
+        mates = [Segment(0, n + 30, 0, 1), Segment(1, n - 1, 1, 1), Segment(3, 17, 2, 1)]
+        among = decode_rows(q_THD[:3], keys, values, _decoding(slots, mates, model))[1]
+        keys[0], values[0] = keys[1], values[1]
+        alone = decode_rows(
+            q_THD[1:2],
+            keys,
+            values,
+            _decoding(slots, [Segment(0, n - 1, 0, 1)], model),
+        )[0]
+        if not torch.equal(among, alone):
+            return False
+        start = max(0, n - 30)
+        q = q_THD[: n - start].clone()
+        q[-1] = q_THD[1]
+        [mask] = plan_pass(slots, [Segment(1, start, 0, n - start)], model.dtype, model.device).masks
+        length = -(-n // PAD) * PAD
+        packed = prefill_segment(q.transpose(0, 1), keys[1, :, :length], values[1, :, :length], mask)[-1]
+        if not torch.equal(packed, alone):
+            return False
+    return True
+
+
+def rows_exact(model: Any) -> bool:
+    """Whole rows: prefilled alone, cut among mates, and decoded, compared bit for bit."""
+    ids = _ids(model, 70, 3)
+    [alone], _ = _run(model, [_logits(model, ids)], budget=512)
+    mates = [_logits(model, _ids(model, n, n)) for n in (9, 41)]
+    among, _ = _run(model, [mates[0], _logits(model, ids), mates[1]], budget=37)
+    if not torch.equal(alone.logits, among[1].logits):
+        return False
+    grown, seen = _run(
+        model,
+        [
+            RowRequest(ids=_ids(model, 12, 12), max_new_tokens=6),
+            RowRequest(ids=ids[:66], max_new_tokens=5, reuse=False),
+        ],
+        budget=512,
+    )
+    [again], _ = _run(model, [_logits(model, (*ids[:66], *grown[1].token_ids[:-1]))], budget=512)
+    return torch.equal(torch.stack(seen[1]).float().cpu(), again.logits[65:])

@@ -1,0 +1,87 @@
+"""The error tree, and the one function that asks for a missing extra.
+
+    InterlensError
+    ├── ModelError          a model that cannot be found, read or placed
+    ├── TemplateError       a chat template that cannot carry this conversation
+    ├── ContextOverflow     a prompt that does not fit beside its reply
+    ├── EngineError         the decode loop or a plan inside it failed
+    ├── ProviderError       a hosted model or a server failed
+    ├── ParticipantError    a user's participant, tool, hook or script failed
+    ├── StoreError          a run folder that cannot be read or written
+    │   └── RecipeChanged   the folder holds a run of another recipe
+    └── WorkerError         a worker process failed
+
+A caller's own mistake is a `ValueError` or `TypeError`. `Cancelled` is not an error: it is thrown into a
+program that was stopped, and passes `except Exception`.
+"""
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+
+
+class InterlensError(Exception):
+    """A boundary of the toolkit failed; the message says what was asked, what was found and what to do."""
+
+
+class ModelError(InterlensError):
+    """A model could not be found, read or placed."""
+
+
+class TemplateError(InterlensError):
+    """A chat template cannot carry this conversation."""
+
+
+class ContextOverflow(InterlensError):
+    """A prompt does not fit into the context beside the room for its reply."""
+
+
+class EngineError(InterlensError):
+    """The decode loop, or one row's plan inside it, failed."""
+
+
+class ProviderError(InterlensError):
+    """A hosted model or a server failed."""
+
+
+class ParticipantError(InterlensError):
+    """A participant, tool, hook or script of the user's failed."""
+
+
+class StoreError(InterlensError):
+    """A run folder could not be read or written."""
+
+
+class RecipeChanged(StoreError):
+    """The folder holds a run of another recipe; the message names the fields that differ."""
+
+
+class WorkerError(InterlensError):
+    """A worker process failed."""
+
+
+class Cancelled(BaseException):
+    """Thrown into a program that was stopped; passes `except Exception` on purpose."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Say what there is, and the nearest name first.
+
+    >>> nearest("temprature", ["temperature", "top_p"])
+    'did you mean "temperature"? There are: temperature, top_p'
+    """
+    options = sorted(set(known))
+    close = difflib.get_close_matches(name, options, n=1)
+    listed = "There are: " + ", ".join(options) if options else "There are none"
+    return f'did you mean "{close[0]}"? {listed}' if close else listed
+
+
+def require(module: str, purpose: str, extra: str) -> ModuleType:
+    """Import an optional package, or raise `ImportError` with the one command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f'{purpose} needs the package {module}: pip install -e ".[{extra}]" in the clone of interlens'
+        ) from error

@@ -1,0 +1,29 @@
+"""What concerns the whole process: freeing models, and the devices there are."""
+
+from typing import Any
+
+from interlens.models import ModelParticipant
+from interlens.request import BackendSpec
+from interlens.runner.scheduler import scheduler
+
+
+def unload(participant: Any = None) -> list[str]:
+    """Free the resident models, or one participant's; they are loaded again when they are next needed."""
+    which: BackendSpec | None = None
+    if participant is not None:
+        if not isinstance(participant, ModelParticipant) or not isinstance(participant.backend, BackendSpec):
+            raise TypeError(
+                f"unload() takes a participant made with from_pretrained, or nothing; got {participant!r}"
+            )
+        which = participant.backend
+    return scheduler().call(lambda: scheduler().pool.unload(which))
+
+
+def available_devices() -> list[str]:
+    """Every accelerator of this machine; the CPU where there is none."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        return [f"cuda:{i}" for i in range(count)]
+    return ["mps"] if torch.backends.mps.is_available() else ["cpu"]

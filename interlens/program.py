@@ -1,0 +1,244 @@
+"""How a conversation takes turns: generators that ask for things and commit what comes back.
+
+They never see a device, a batch or an event loop. Running one again against its log goes on where the log
+ends.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from interlens import stop, templating
+from interlens.chat.context import policy_of
+from interlens.chat.view import Entry, View
+from interlens.dialogue import Dialogue, edited
+from interlens.errors import ContextOverflow, ParticipantError
+from interlens.hooks import Review, reviewer, run_review
+from interlens.interp.capture import Capture
+from interlens.message import Message
+from interlens.participants import Participant, Turn, fitted
+from interlens.request import Call
+
+Asking = Generator[Any, Any, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What one turn is asked to do beside the recipe."""
+
+    captures: tuple[Capture, ...] = ()
+    logprobs: int | None = None
+    cap: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a conversation ended: `done`, or `limit` with the limit's name."""
+
+    kind: str
+    reason: str
+
+
+def run(conv: Dialogue, turns: int | None, until: Any, first: Any) -> Generator[Any, Any, Outcome]:
+    """Take turns until they are used up or a condition holds."""
+    budget = stop.ambient_budget() if not conv.is_job else None
+    condition = either(until, budget)
+    if turns is None and condition is None:
+        raise ValueError(
+            "run() needs a number of turns or a stop condition: run(turns=6), .turns(6) or run(until=…)"
+        )
+    if condition is not None:
+        condition.reset()
+    taken = 0
+    while turns is None or taken < turns:
+        path = f"turn/{taken}"
+        if condition is not None and (yield from _stops(condition, conv, path)):
+            return Outcome("done", _names(condition))
+        who = first if first is not None and taken == 0 else (yield from _choose(conv, path))
+        speaker = conv.participant(who)
+        yield from take(conv, speaker, path, Options(), budgets=stop.budgets_in(condition))
+        taken += 1
+    return Outcome("done", "turns")
+
+
+def either(until: Any, budget: Any) -> Any:
+    """A stop condition and a budget, either of which may be `None`."""
+    if until is None or budget is None:
+        return budget if until is None else until
+    return stop.Either(until, budget)
+
+
+def _names(condition: Any) -> str:
+    return type(condition).__name__
+
+
+def _stops(condition: Any, conv: Dialogue, path: str) -> Generator[Any, Any, bool]:
+    """Ask a condition; a user's own runs off the loop, and again on replay, since it may count."""
+    last = conv.transcript[-1] if len(conv.transcript) else None
+    if type(condition).__module__ == stop.__name__:
+        return bool(condition.should_stop(conv, last))
+    return bool(
+        (yield Call(fn=condition.should_stop, args=(conv, last), path=f"{path}/stop", replay="again"))
+    )
+
+
+def _choose(conv: Dialogue, path: str) -> Generator[Any, Any, Any]:
+    policy = conv.recipe.next_speaker
+    if hasattr(policy, "choose"):
+        return policy.choose(conv)
+    version = str(templating.describe_callable(policy))
+    return (yield Call(fn=_speaker_name, args=(policy, conv), path=f"{path}/speaker", version=version))
+
+
+def _speaker_name(policy: Any, conv: Dialogue) -> str:
+    chosen = policy(conv)
+    return chosen.name if isinstance(chosen, Participant) else conv.participant(chosen).name
+
+
+def take(
+    conv: Dialogue,
+    speaker: Participant,
+    path: str,
+    options: Options,
+    budgets: Sequence[stop.TokenBudget] = (),
+) -> Generator[Any, Any, Message | None]:
+    """One turn: ask the speaker, let the hooks see it, commit. `None` if a hook denied it."""
+    caps = [options.cap, *(b.per_turn for b in budgets), *(b.left(conv) for b in budgets)]
+    cap = min((c for c in caps if c is not None), default=None)
+    if cap is not None and cap < 1:
+        raise ValueError(f"{speaker.name}'s turn may generate {cap} tokens; a turn needs at least one")
+    attempt = conv.attempts_here(speaker.name)
+    turn = situation(conv, speaker, path, replace(options, cap=cap), purpose="turn", draw=attempt)
+    message = yield from speaker.reply(turn)
+    refused = message.metadata.get("finish")
+    if refused == "cancelled":
+        raise ParticipantError(f"{speaker.name}'s turn was cancelled")
+    for number, hook in enumerate(conv.recipe.message_hooks):
+        review: Review = yield Call(
+            fn=run_review,
+            args=(hook, message, conv),
+            path=f"{path}/hook/{number}",
+            version=str(templating.describe_callable(reviewer(hook))),
+            pack=Review.stored,
+            unpack=Review.restored,
+        )
+        if review.verdict == "deny":
+            conv.note_denied(message, review.reason)
+            return None
+        if review.verdict == "edit" and review.content is not None:
+            message = edited(message, review.content, review.reason)
+    conv.commit(message)
+    return message
+
+
+def situation(
+    conv: Dialogue,
+    speaker: Participant,
+    path: str,
+    options: Options,
+    *,
+    purpose: str,
+    draw: int = 0,
+    extra: Message | None = None,
+) -> Turn:
+    """What a participant is told about a turn."""
+    recipe = conv.recipe
+    names = {p.name for p in recipe.participants}
+    entries = list(conv.entries())
+    if extra is not None:
+        entries.append(Entry(extra, len(entries), None))
+    authors = names | {e.message.author for e in entries} - {recipe.moderator_name}
+    captures = [h.what for h in recipe.hooks if h.applies(speaker.name, conv.n_turns)]
+    captures += [tap.capture for tap in conv.taps]
+    return Turn(
+        entries=tuple(entries),
+        turn=conv.n_turns,
+        stream=conv.chance.at(
+            position=conv.names.index(speaker.name), turn=conv.n_turns, purpose=purpose, draw=draw
+        ),
+        path=path,
+        shared_system=recipe.shared_system_prompt,
+        continue_prompt=recipe.continue_prompt,
+        visibility=recipe.reasoning_visibility,
+        show_names=len(authors) > 2,
+        pinned=int(bool(entries) and entries[0].message.author == recipe.moderator_name),
+        policy=policy_of(recipe.context_policy),
+        context_limit=recipe.context_limit,
+        memory=conv.memory,
+        cap=options.cap,
+        captures=(*options.captures, *captures),
+        logprobs=options.logprobs,
+        settings=options.settings,
+        batched=conv.batched,
+    )
+
+
+def sample(
+    conv: Dialogue, speakers: Sequence[Participant], n: int, extra: Message | None, options: Options
+) -> Generator[Any, Any, list[list[Message]]]:
+    """Replies that are not committed: n for each speaker, successive draws."""
+    out = []
+    for speaker in speakers:
+        began = conv.count_draws(speaker.name, n)
+        replies = [
+            speaker.reply(
+                situation(
+                    conv,
+                    speaker,
+                    f"sample/{speaker.name}/{i}",
+                    options,
+                    purpose="sample",
+                    draw=began + i,
+                    extra=extra,
+                )
+            )
+            for i in range(n)
+        ]
+        out.append((yield from together(replies)))
+    return out
+
+
+def together(programs: Sequence[Generator[Any, Any, Any]]) -> Generator[Any, Any, list[Any]]:
+    """Run several programs side by side: what they ask for at the same time is asked as one list."""
+    results: list[Any] = [None] * len(programs)
+    asks: dict[int, Any] = {}
+    for i, program in enumerate(programs):
+        try:
+            asks[i] = next(program)
+        except StopIteration as end:
+            results[i] = end.value
+    while asks:
+        flat, shape = [], []
+        for i, asked in asks.items():
+            many = list(asked) if isinstance(asked, list | tuple) else [asked]
+            shape.append((i, len(many), isinstance(asked, list | tuple)))
+            flat += many
+        answers = yield flat
+        at, asks = 0, {}
+        for i, count, plural in shape:
+            answer = answers[at : at + count] if plural else answers[at]
+            at += count
+            try:
+                asks[i] = programs[i].send(answer)
+            except StopIteration as end:
+                results[i] = end.value
+    return results
+
+
+def look(conv: Dialogue, speaker: Participant) -> Generator[Any, Any, View]:
+    """What a participant would be given if it spoke now."""
+    turn = situation(conv, speaker, "view", Options(), purpose="view")
+    limit = getattr(speaker, "context_limit", None)
+    if turn.context_limit is not None:
+        limit = min(limit, turn.context_limit) if limit is not None else turn.context_limit
+    has_ids = getattr(speaker, "template", None) is not None
+    entries = yield from fitted(
+        speaker, turn, limit if has_ids else None, getattr(speaker, "max_new_tokens", 0)
+    )
+    return speaker.compose(turn, entries)
+
+
+def limit_reached(error: BaseException) -> str | None:
+    """The name of the limit that an error stands for, or `None` for a failure."""
+    return "context" if isinstance(error, ContextOverflow) else None

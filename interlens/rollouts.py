@@ -1,0 +1,197 @@
+"""A conversation as something the runner can run: expansion into jobs, one job's conversation, its record and
+back.
+"""
+
+import importlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from interlens import archive, program, stop
+from interlens.dialogue import Dialogue
+from interlens.errors import nearest
+from interlens.interp.capture import Activations
+from interlens.message import tagged, untagged
+from interlens.models import ModelParticipant
+from interlens.recipe import Recipe
+from interlens.request import BackendSpec, digest_of
+from interlens.runner.analyzers import Analyzer, named_analyzers
+from interlens.runner.execute import Settings, execute, one_device
+from interlens.runner.jobs import Job, Record, own_copy
+from interlens.runner.report import RunReport
+from interlens.transcript import Transcript
+
+
+class Lineup:
+    """A recipe with its present transcript: what `rollout` and `run` hand to the runner."""
+
+    kind = "conversation"
+
+    def __init__(self, conv: Dialogue, *, batched: bool = True, device: str | None = None) -> None:
+        recipe = conv.recipe
+        recipe.refuse_people()
+        if (budget := stop.ambient_budget()) is not None:
+            recipe = recipe.changed(run_until=program.either(recipe.run_until, budget))
+        if device is not None:
+            recipe = recipe.changed(participants=tuple(_on(p, device) for p in recipe.participants))
+        if recipe.turns is None and recipe.run_until is None:
+            raise ValueError(
+                "a rollout needs .turns(n) or .run_until(condition): this recipe would never stop"
+            )
+        if recipe.needs_row and recipe.data is None:
+            raise ValueError("this recipe has templates and no data: .data(rows) gives them")
+        self.conv, self.recipe, self.batched = conv, recipe, batched and conv.batched
+        self.name = recipe.name
+        self.analyzers: list[tuple[str, Analyzer]] = named_analyzers(recipe.analyzers)
+
+    def describe(self) -> dict[str, Any]:
+        """The recipe, and the transcript it begins from."""
+        begun = digest_of(self.conv.transcript.to_list()) if not self.recipe.needs_row else ""
+        return dict(tagged(self.recipe.describe())) | {
+            "transcript": begun,
+            "reseeds": list(self.conv.chance.reseeds),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Enough to rebuild conversations from disk; what cannot be stored is left out."""
+        return archive.recipe_to_dict(self.recipe.changed(data=None), lenient=True)
+
+    # -- expansion
+
+    def count(self, n: int | None, samples: int) -> int | None:
+        """How many jobs there will be, where the data knows its length."""
+        if self.recipe.data is None:
+            return (n if n is not None else 1) * samples
+        length = len(self.recipe.data) if hasattr(self.recipe.data, "__len__") else None
+        if length is None:
+            return None
+        return min(length, n if n is not None else length) * samples
+
+    def expand(self, n: int | None, samples: int, seed: int, prefix: str) -> Iterator[Job]:
+        """Jobs in order; rows are pulled one at a time."""
+        base = seed + self.recipe.seed
+        if self.recipe.data is None:
+            many = n is not None or not prefix
+            for i in range(n if n is not None else 1):
+                name = f"rollout_{i:05d}" if many else ""
+                yield from _samples(Job(id=_joined(prefix, name), seed=base + i, number=i), samples)
+            return
+        for i, row in enumerate(_rows(self.recipe.data, n)):
+            job = Job(id=_joined(prefix, f"row_{i:05d}"), seed=base + i, number=i, row=row)
+            yield from _samples(job, samples)
+
+    # -- one job
+
+    def begin(self, job: Job) -> Dialogue:
+        """The conversation of a job: templates resolved, nothing mutable shared with another."""
+        recipe = self.recipe.for_row(job.row, job.id)
+        recipe = replace(
+            recipe,
+            seed=job.seed,
+            run_until=own_copy(recipe.run_until, "run_until"),
+            message_hooks=tuple(own_copy(h, "a message hook") for h in recipe.message_hooks),
+            next_speaker=own_copy(recipe.next_speaker, "next_speaker"),
+        )
+        conv = self.conv.branch()
+        return conv.become(recipe, job.row, job.sample, self.batched)
+
+    def program(self, live: Dialogue) -> Generator[Any, Any, tuple[str, str]]:
+        """Run the conversation; the outcome and its reason."""
+        outcome = yield from program.run(live, live.recipe.turns, live.recipe.run_until, None)
+        return outcome.kind, outcome.reason
+
+    def record(self, live: Dialogue) -> Record:
+        """The part of a record that is about the conversation."""
+        return {
+            "transcript": live.transcript.to_list(),
+            "tokens": live.tokens_generated,
+            "denied": live.denied,
+            "memory": tagged(live.memory),
+            "recipe_end": digest_of(tagged(self.recipe.describe())["turns"]),
+        }
+
+    def activations(self, live: Dialogue) -> Activations:
+        """What its turns captured."""
+        return Activations([a for m in live.transcript if m.activations is not None for a in m.activations])
+
+    def restore(self, record: Record) -> Dialogue:
+        """The conversation as it ended."""
+        job = Job(id=record["id"], seed=record["seed"], number=0, row=record["row"], sample=record["sample"])
+        conv = self.begin(job)
+        analyses = {n: a["value"] for n, a in (record.get("analyses") or {}).items()}
+        analysis = analyses.get("") if set(analyses) <= {""} else analyses
+        conv.resume_at(Transcript.from_list(record["transcript"]), untagged(record), analysis)
+        return conv
+
+
+def _samples(job: Job, samples: int) -> Iterator[Job]:
+    if samples == 1:
+        yield job
+        return
+    for k in range(samples):
+        yield replace(job, id=f"{job.id}/sample_{k:02d}", sample=k)
+
+
+def _joined(prefix: str, name: str) -> str:
+    return "/".join(part for part in (prefix, name) if part)
+
+
+def _rows(data: Any, n: int | None) -> Iterator[dict[str, Any]]:
+    for i, row in enumerate(data):
+        if n is not None and i >= n:
+            return
+        if not hasattr(row, "keys"):
+            raise TypeError(
+                f"row {i} of the data is a {type(row).__name__}; rows are dicts with named columns"
+            )
+        yield dict(row)
+
+
+def _on(participant: Any, device: str) -> Any:
+    spec = participant.backend if isinstance(participant, ModelParticipant) else None
+    if not isinstance(spec, BackendSpec) or spec.device is not None:
+        return participant
+    return replace(participant, backend=replace(spec, device=device))
+
+
+def rollout(
+    conversations: Sequence[Dialogue], *, n: int | None = None, namespaced: bool = False, **options: Any
+) -> RunReport:
+    """Run one recipe or several; see `Conversation.rollout` and `run` for the options."""
+    known = [f.name for f in fields(Settings) if f.name != "namespaced"]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"a rollout takes no {name!r}: {nearest(name, known)}")
+    settings = Settings(n=n, namespaced=namespaced, **options)
+    one = one_device(settings.devices)
+    device = None if one == "default" else one
+    lineups = [Lineup(c, batched=settings.batched, device=device) for c in conversations]
+    return execute(lineups, settings, program.limit_reached)
+
+
+def run(recipes: Sequence[Dialogue], **options: Any) -> RunReport:
+    """Run many lineups in one pool: `interlens.run([a.name("x"), b.name("y")], out_dir=…)`.
+
+    Ids are `name`, or `name/row_00000` with data. Options are those of `Conversation.rollout`.
+    """
+    recipes = list(recipes)
+    if not recipes:
+        raise ValueError("run() takes a list of conversations, and got none")
+    names = [r.recipe.name for r in recipes]
+    if None in names:
+        raise ValueError(f"lineup {names.index(None)} has no name: .name('…') gives it one")
+    doubled = sorted({str(n) for n in names if names.count(n) > 1})
+    if doubled:
+        raise ValueError(f"two lineups are called {doubled[0]!r}; ids would collide, so names must differ")
+    return rollout(recipes, namespaced=True, **options)
+
+
+def restorer(stored: list[dict[str, Any]], trust: bool) -> Callable[[Record], Any]:
+    """For a report read from disk: what rebuilds a conversation from its record and the stored recipes."""
+    conversation = importlib.import_module("interlens.conversation").Conversation
+
+    def restore(record: Record) -> Any:
+        recipe: Recipe = archive.recipe_from_dict(stored[record["lineup"]], trust)
+        return Lineup(conversation(recipe.participants).adopt(recipe)).restore(record)
+
+    return restore

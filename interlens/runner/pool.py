@@ -1,0 +1,46 @@
+"""Which backends are resident in this process: loaded once per spec, shared by all that name it, freed on
+request.
+"""
+
+from typing import Any
+
+from interlens.backends.huggingface import HuggingFaceBackend
+from interlens.request import Backend, BackendSpec
+
+
+class BackendPool:
+    """From a spec to the resident backend. Used by the scheduler's thread only."""
+
+    def __init__(self) -> None:
+        self._resident: dict[BackendSpec, Backend] = {}
+
+    def get(self, which: BackendSpec | Backend) -> Backend:
+        """The backend that answers; a spec is loaded at first use."""
+        if not isinstance(which, BackendSpec):
+            return which
+        if which not in self._resident:
+            self._resident[which] = self._load(which)
+        return self._resident[which]
+
+    def peek(self, which: BackendSpec) -> Backend | None:
+        """The backend if it is resident."""
+        return self._resident.get(which)
+
+    def _load(self, spec: BackendSpec) -> Backend:
+        if spec.kind != "huggingface":
+            raise ValueError(f'there is no backend "{spec.kind}"; local models are answered by "huggingface"')
+        return HuggingFaceBackend.from_spec(spec)
+
+    def unload(self, which: BackendSpec | None = None) -> list[str]:
+        """Free one backend, or all; return the names of those freed."""
+        specs = [s for s in self._resident if which is None or s == which]
+        freed = []
+        for spec in specs:
+            backend = self._resident.pop(spec)
+            backend.close()
+            freed.append(backend.name)
+        return freed
+
+    def __repr__(self) -> str:
+        names: list[Any] = [b.name for b in self._resident.values()]
+        return f"BackendPool({', '.join(names) or 'empty'})"

@@ -1,0 +1,157 @@
+"""The list of messages: index, slice, append, print, a table, and JSON in and out."""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, overload
+
+from interlens import html
+from interlens.message import Message, Prompt, tagged, untagged
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class Transcript:
+    """What was said, in order, moderator messages included. A slice is a transcript of its own."""
+
+    def __init__(self, messages: Iterable[Message] = ()) -> None:
+        self._messages = list(messages)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages as a tuple."""
+        return tuple(self._messages)
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter(tuple(self._messages))
+
+    @overload
+    def __getitem__(self, key: int) -> Message: ...
+    @overload
+    def __getitem__(self, key: slice) -> "Transcript": ...
+    def __getitem__(self, key: int | slice) -> "Message | Transcript":
+        if isinstance(key, slice):
+            return Transcript(self._messages[key])
+        try:
+            return self._messages[key]
+        except IndexError:
+            raise IndexError(
+                f"message {key} was asked for; the transcript has {len(self)} messages"
+            ) from None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Transcript) and self._messages == other._messages
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        authors = list(dict.fromkeys(m.author for m in self._messages))
+        return f"Transcript({len(self)} messages by {', '.join(authors) or 'nobody'})"
+
+    def append(self, author: str | Message, content: str | None = None, **metadata: Any) -> Message:
+        """Append words by an author, or a whole `Message`; return the message."""
+        message = author if isinstance(author, Message) else Message(author, content or "", metadata=metadata)
+        self._messages.append(message)
+        return message
+
+    def index(self, ref: int | Message) -> int:
+        """Turn a message index (negative counts from the end) or a message into a position."""
+        if isinstance(ref, Message):
+            for i, message in enumerate(self._messages):
+                if message is ref:
+                    return i
+            if ref in self._messages:
+                return self._messages.index(ref)
+            raise ValueError(f"{ref!r} is not in this transcript of {len(self)} messages")
+        if not isinstance(ref, int) or isinstance(ref, bool):
+            raise TypeError(f"a message index is a whole number or a message, got {ref!r}")
+        if not -len(self) <= ref < len(self):
+            raise IndexError(f"message {ref} was asked for; the transcript has {len(self)} messages")
+        return ref % len(self)
+
+    def copy(self) -> "Transcript":
+        """A transcript of its own with the same messages."""
+        return Transcript(self._messages)
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` messages."""
+        del self._messages[length:]
+
+    def replace(self, index: int, message: Message) -> None:
+        """Put another message in the place of one."""
+        self._messages[index] = message
+
+    def pretty(self) -> str:
+        """The whole exchange as text for a terminal."""
+        return "\n\n".join(f"{m.author}: {m.content}" for m in self._messages)
+
+    def frame(self) -> "pandas.DataFrame":
+        """One row per message: index, author, content, turn, n_tokens, finish, seed."""
+        import pandas
+
+        keys = ("turn", "n_tokens", "n_prompt_tokens", "finish", "seed", "seconds")
+        rows = [
+            {"message": i, "author": m.author, "content": m.content, **{k: m.metadata.get(k) for k in keys}}
+            for i, m in enumerate(self._messages)
+        ]
+        frame = pandas.DataFrame(rows, columns=["message", "author", "content", *keys])
+        whole = dict.fromkeys(("turn", "n_tokens", "n_prompt_tokens", "seed"), "Int64")
+        return frame.astype({"message": "int64", **whole, "seconds": "float64"})
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """Plain JSON values, one per message; a prompt refers to the earlier message it extends."""
+        places = {id(m): i for i, m in enumerate(self._messages)}
+        return [_encode(m, places) for m in self._messages]
+
+    @classmethod
+    def from_list(cls, items: Iterable[dict[str, Any]]) -> "Transcript":
+        """The inverse of `to_list`."""
+        transcript = cls()
+        for item in items:
+            transcript._messages.append(_decode(item, transcript._messages))
+        return transcript
+
+    def _repr_html_(self) -> str:
+        shown = [html.tag("p", html.tag("b", m.author), ": ", m.content) for m in self._messages[-20:]]
+        hidden = len(self) - len(shown)
+        return html.tag("div", f"… {hidden} earlier messages" if hidden else "", *shown)
+
+
+def _encode(message: Message, places: dict[int, int]) -> dict[str, Any]:
+    out: dict[str, Any] = {"author": message.author, "content": message.content}
+    if message.token_ids is not None:
+        out["token_ids"] = list(message.token_ids)
+    if message.metadata:
+        out["metadata"] = tagged(message.metadata)
+    prompt = message.prompt
+    if prompt is not None:
+        if prompt.base is not None and id(prompt.base) in places:
+            out["prompt"] = {
+                "base": places[id(prompt.base)],
+                "keep": prompt.keep,
+                "added": list(prompt.added),
+            }
+        else:
+            out["prompt"] = {"added": list(prompt.ids())}
+    return out
+
+
+def _decode(item: dict[str, Any], earlier: list[Message]) -> Message:
+    unknown = set(item) - {"author", "content", "token_ids", "metadata", "prompt"}
+    if unknown or "author" not in item or "content" not in item:
+        raise ValueError(
+            f"a stored message has author and content, and no {sorted(unknown)}: found {sorted(item)}"
+        )
+    prompt = None
+    if (stored := item.get("prompt")) is not None:
+        base = earlier[stored["base"]] if "base" in stored else None
+        prompt = Prompt(tuple(stored["added"]), base, stored.get("keep", 0))
+    return Message(
+        item["author"],
+        item["content"],
+        token_ids=tuple(item["token_ids"]) if "token_ids" in item else None,
+        metadata=untagged(item.get("metadata", {})),
+        prompt=prompt,
+    )
