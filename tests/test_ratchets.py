@@ -30,7 +30,7 @@ PRINTING = ("cli.py", "demo.py", "__main__.py")
 FACADES = ("interlens/conversation.py", "interlens/runner/report.py")
 
 ALLOWED: dict[str, str] = {
-    "interlens/models.py:AutoModelParticipant.from_pretrained": "a facade whose parameters are the public contract",
+    "interlens/models.py:AutoModelParticipant.from_pretrained": "a facade; its parameters are the contract",
 }
 """Functions that may be longer or wider than the limits: "interlens/file.py:Class.function" to the reason."""
 
