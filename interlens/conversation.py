@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlens import archive, html, program, rollouts
+from interlens.chat.reasoning import Visibility
 from interlens.chat.view import View
 from interlens.dialogue import Dialogue, Tap
 from interlens.errors import nearest
@@ -19,9 +20,13 @@ from interlens.message import Message
 from interlens.models import SAMPLING, AutoModelParticipant
 from interlens.participants import Participant
 from interlens.program import Options
-from interlens.recipe import Hooked, Recipe
+from interlens.recipe import Hooked, Mode, Recipe
+from interlens.runner.execute import Settings
+from interlens.runner.progress import Observer
 from interlens.runner.report import RunReport
 from interlens.runner.scheduler import Task, scheduler
+from interlens.speakers import RoundRobin
+from interlens.stop import ambient_budget
 from interlens.transcript import Transcript
 
 if TYPE_CHECKING:
@@ -35,23 +40,40 @@ class Conversation(Dialogue):
     system block after their own. `context_policy` says what happens when a view outgrows the context.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  a facade
         self,
-        participants: Any,
+        participants: Participant | Sequence[Participant],
         *,
         transcript: Transcript | Iterable[Message] | None = None,
         shared_context: Any = None,
-        **recipe: Any,
+        shared_system_prompt: Any = None,
+        moderator_name: str = "moderator",
+        next_speaker: Any = None,
+        continue_prompt: str = "Continue.",
+        context_policy: Any = "error",
+        context_limit: int | None = None,
+        reasoning_visibility: Visibility = "strip",
+        execution_mode: Mode = "throughput",
+        message_hooks: Any = (),
     ) -> None:
-        for name in recipe:
-            if name not in Recipe.settable():
-                raise TypeError(
-                    f"a conversation takes no {name!r}: {nearest(name, [*Recipe.settable(), 'transcript'])}"
-                )
-        self._begin(Recipe(participants=participants, shared_context=shared_context, **recipe))
+        recipe = Recipe(
+            participants=participants,  # type: ignore[arg-type]
+            shared_context=shared_context,
+            shared_system_prompt=shared_system_prompt,
+            moderator_name=moderator_name,
+            next_speaker=next_speaker if next_speaker is not None else RoundRobin(),
+            continue_prompt=continue_prompt,
+            context_policy=context_policy,
+            context_limit=context_limit,
+            reasoning_visibility=reasoning_visibility,
+            execution_mode=execution_mode,
+            message_hooks=message_hooks,
+        )
+        self._begin(recipe)
         if transcript is not None:
             self._transcript = Transcript(transcript)
             self._seeded = False
+            self._open()
 
     # -- making
 
@@ -216,7 +238,7 @@ class Conversation(Dialogue):
             self.participant(first)
         if prompt is not None:
             self.say(self.recipe.moderator_name, prompt)
-        asking = program.run(self, turns, until, first)
+        asking = program.run(self, turns, program.either(until, ambient_budget()), first)
         if show:
             from interlens.notebook.live import watching
 
@@ -339,7 +361,7 @@ class Conversation(Dialogue):
 
     def save_html(self, path: str | Path) -> Path:
         """Write one self-contained file."""
-        messages = [html.tag("p", html.tag("b", m.author), ": ", m.content) for m in self._transcript]
+        messages = self._transcript.html_messages()
         target = Path(path)
         target.write_text(html.page(repr(self), html.tag("h1", repr(self)), *messages), encoding="utf-8")
         return target
@@ -355,13 +377,47 @@ class Conversation(Dialogue):
         """Read what `save` wrote; stored functions are imported only with `trust=True`."""
         return archive.load(cls, folder, trust=trust)
 
-    def rollout(self, n: int | None = None, **options: Any) -> RunReport:
+    def rollout(  # noqa: PLR0913  a facade
+        self,
+        n: int | None = None,
+        *,
+        samples: int = 1,
+        devices: Any = None,
+        out_dir: str | Path | None = None,
+        resume: bool = True,
+        extend: bool = False,
+        batched: bool = True,
+        max_batch_size: int | None = None,
+        seed: int = 0,
+        progress: bool | None = None,
+        on_event: Observer | None = None,
+    ) -> RunReport:
         """Many independent runs of this recipe from its present transcript; this object is not changed.
 
-        Options: `samples=1, devices=None, out_dir=None, resume=True, extend=False, batched=True,
-        max_batch_size=None, seed=0, progress=None, on_event=None`.
+        Without data `n` jobs, with data one per row (`n` = rows taken), `samples` of each. Job i has the seed
+        `seed + i`. With `out_dir` every result is kept as it comes, and the same call goes on where it ended;
+        `extend=True` allows more rows, samples, turns or analyzers. `batched=False` runs rows alone.
         """
-        return rollouts.rollout([self], n=n, **options)
+        settings = Settings(
+            n=n,
+            samples=samples,
+            devices=devices,
+            out_dir=out_dir,
+            resume=resume,
+            extend=extend,
+            batched=batched,
+            max_batch_size=max_batch_size,
+            seed=seed,
+            progress=progress,
+            on_event=on_event,
+        )
+        return rollouts.rollout([self], settings)
+
+    def rounds(self, turns: int | None, group_seed: int) -> Any:
+        """A program of `turns` rounds from schedule position 0, for `co_step`."""
+        self._ready()
+        self._group = group_seed
+        return program.run(self, turns, self.recipe.run_until, 0)
 
 
 def _options(capture: Any, logprobs: bool | int, cap: int | None, settings: Mapping[str, Any]) -> Options:

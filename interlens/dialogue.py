@@ -35,6 +35,7 @@ class Dialogue:
         self._draws: dict[str, int] = {}
         self._reseeds: tuple[int, ...] = ()
         self._sample = 0
+        self._group = 0
         self.memory: dict[str, Any] = {}
         """Summaries that a context policy has made; saved with the conversation."""
         self.taps: list[Tap] = []
@@ -102,7 +103,7 @@ class Dialogue:
     @property
     def chance(self) -> Stream:
         """The random stream of this conversation."""
-        return Stream(job=self.recipe.seed, sample=self._sample, reseeds=self._reseeds)
+        return Stream(job=self.recipe.seed + self._group, sample=self._sample, reseeds=self._reseeds)
 
     @property
     def denied(self) -> list[dict[str, Any]]:
@@ -127,9 +128,12 @@ class Dialogue:
     def commit(self, message: Message) -> None:
         """Append a message that a turn made."""
         self._transcript.append(message)
-        if message.activations is not None:
-            for tap in self.taps:
-                tap.caught.extend(message.activations)
+        self.catch(message)
+
+    def catch(self, message: Message) -> None:
+        """Hand what a turn or sample captured to the open `capture` blocks that asked for it."""
+        for tap in self.taps:
+            tap.caught.extend(a for a in message.activations or () if a.source is tap.capture)
 
     def note_denied(self, message: Message, reason: str | None) -> None:
         """Remember a turn that a hook denied: its tokens count, its words are not said."""

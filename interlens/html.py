@@ -56,6 +56,17 @@ def fold(summary: object, *children: object, open: bool = False) -> Html:
     return tag("details", head, *children, open=open or None)
 
 
+_BORDERS = ("#2563eb", "#dc501e", "#0f766e", "#9333ea", "#a16207", "#64748b")
+
+
+def said(author: str, content: str, place: int = 0, note: str = "") -> Html:
+    """One message: the author's name in words and as a coloured border, the text as it is."""
+    border = f"border-left:3px solid {_BORDERS[place % len(_BORDERS)]};padding:0 0 0 10px;margin:8px 0"
+    small = tag("span", f" {note}", style="opacity:.6;font-size:85%") if note else Html("")
+    words = tag("div", content, style="white-space:pre-wrap;overflow-wrap:anywhere")
+    return tag("div", tag("div", tag("b", author), small), words, style=border)
+
+
 def page(title: str, *children: object) -> str:
     """One self-contained file, readable without scripts, light or dark."""
     style = (

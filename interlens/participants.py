@@ -17,6 +17,7 @@ from interlens.errors import ParticipantError
 from interlens.interp.capture import Capture
 from interlens.message import Message
 from interlens.request import Call, Completion, Generate, SamplingParams
+from interlens.runner.programs import together
 from interlens.runner.scheduler import scheduler
 from interlens.seeds import Stream
 
@@ -137,10 +138,12 @@ class Participant:
         self, views: Sequence[View], *, turn: int = 0, group_seed: int = 0, max_new_tokens: int | None = None
     ) -> list[Message]:
         """Answer many views at once; row i draws from the seed `group_seed + i`."""
-        return [
-            scheduler().ask(self.answer(view, Stream(job=group_seed + i, turn=turn), cap=max_new_tokens))
+        replies = [
+            self.answer(view, Stream(job=group_seed + i, turn=turn), cap=max_new_tokens, path=f"turn/{i}")
             for i, view in enumerate(views)
         ]
+        found: list[Message] = scheduler().ask(together(replies))
+        return found
 
     def answer(self, view: View, stream: Stream, *, cap: int | None = None, path: str = "turn/0") -> Reply:
         """Reply to a view that is made already."""

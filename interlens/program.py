@@ -18,6 +18,7 @@ from interlens.interp.capture import Capture
 from interlens.message import Message
 from interlens.participants import Participant, Turn, fitted
 from interlens.request import Call
+from interlens.runner.programs import together
 
 Asking = Generator[Any, Any, Any]
 
@@ -42,8 +43,7 @@ class Outcome:
 
 def run(conv: Dialogue, turns: int | None, until: Any, first: Any) -> Generator[Any, Any, Outcome]:
     """Take turns until they are used up or a condition holds."""
-    budget = stop.ambient_budget() if not conv.is_job else None
-    condition = either(until, budget)
+    condition = until
     if turns is None and condition is None:
         raise ValueError(
             "run() needs a number of turns or a stop condition: run(turns=6), .turns(6) or run(until=…)"
@@ -195,35 +195,11 @@ def sample(
             )
             for i in range(n)
         ]
-        out.append((yield from together(replies)))
+        said = yield from together(replies)
+        for message in said:
+            conv.catch(message)
+        out.append(said)
     return out
-
-
-def together(programs: Sequence[Generator[Any, Any, Any]]) -> Generator[Any, Any, list[Any]]:
-    """Run several programs side by side: what they ask for at the same time is asked as one list."""
-    results: list[Any] = [None] * len(programs)
-    asks: dict[int, Any] = {}
-    for i, program in enumerate(programs):
-        try:
-            asks[i] = next(program)
-        except StopIteration as end:
-            results[i] = end.value
-    while asks:
-        flat, shape = [], []
-        for i, asked in asks.items():
-            many = list(asked) if isinstance(asked, list | tuple) else [asked]
-            shape.append((i, len(many), isinstance(asked, list | tuple)))
-            flat += many
-        answers = yield flat
-        at, asks = 0, {}
-        for i, count, plural in shape:
-            answer = answers[at : at + count] if plural else answers[at]
-            at += count
-            try:
-                asks[i] = programs[i].send(answer)
-            except StopIteration as end:
-                results[i] = end.value
-    return results
 
 
 def look(conv: Dialogue, speaker: Participant) -> Generator[Any, Any, View]:

@@ -154,15 +154,8 @@ def _on(participant: Any, device: str) -> Any:
     return replace(participant, backend=replace(spec, device=device))
 
 
-def rollout(
-    conversations: Sequence[Dialogue], *, n: int | None = None, namespaced: bool = False, **options: Any
-) -> RunReport:
-    """Run one recipe or several; see `Conversation.rollout` and `run` for the options."""
-    known = [f.name for f in fields(Settings) if f.name != "namespaced"]
-    for name in options:
-        if name not in known:
-            raise TypeError(f"a rollout takes no {name!r}: {nearest(name, known)}")
-    settings = Settings(n=n, namespaced=namespaced, **options)
+def rollout(conversations: Sequence[Dialogue], settings: Settings) -> RunReport:
+    """Run one recipe or several."""
     one = one_device(settings.devices)
     device = None if one == "default" else one
     lineups = [Lineup(c, batched=settings.batched, device=device) for c in conversations]
@@ -175,6 +168,10 @@ def run(recipes: Sequence[Dialogue], **options: Any) -> RunReport:
     Ids are `name`, or `name/row_00000` with data. Options are those of `Conversation.rollout`.
     """
     recipes = list(recipes)
+    known = [f.name for f in fields(Settings) if f.name != "namespaced"]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"run() takes no {name!r}: {nearest(name, known)}")
     if not recipes:
         raise ValueError("run() takes a list of conversations, and got none")
     names = [r.recipe.name for r in recipes]
@@ -183,7 +180,7 @@ def run(recipes: Sequence[Dialogue], **options: Any) -> RunReport:
     doubled = sorted({str(n) for n in names if names.count(n) > 1})
     if doubled:
         raise ValueError(f"two lineups are called {doubled[0]!r}; ids would collide, so names must differ")
-    return rollout(recipes, namespaced=True, **options)
+    return rollout(recipes, Settings(namespaced=True, **options))
 
 
 def restorer(stored: list[dict[str, Any]], trust: bool) -> Callable[[Record], Any]:

@@ -114,9 +114,25 @@ class Transcript:
         return transcript
 
     def _repr_html_(self) -> str:
-        shown = [html.tag("p", html.tag("b", m.author), ": ", m.content) for m in self._messages[-20:]]
-        hidden = len(self) - len(shown)
-        return html.tag("div", f"… {hidden} earlier messages" if hidden else "", *shown)
+        hidden = max(0, len(self) - 20)
+        return html.tag(
+            "div", f"… {hidden} earlier messages" if hidden else "", *self.html_messages()[hidden:]
+        )
+
+    def html_messages(self) -> list[html.Html]:
+        """One block per message, each author with a colour of their own."""
+        places = {author: i for i, author in enumerate(dict.fromkeys(m.author for m in self._messages))}
+        return [html.said(m.author, m.content, places[m.author], _note(m)) for m in self._messages]
+
+
+def _note(message: Message) -> str:
+    meta = message.metadata
+    parts = [f"turn {meta['turn']}"] if "turn" in meta else []
+    if meta.get("n_tokens"):
+        parts.append(f"{meta['n_tokens']} tokens")
+    if meta.get("finish") not in (None, "eos"):
+        parts.append(str(meta["finish"]))
+    return "· " + " · ".join(parts) if parts else ""
 
 
 def _encode(message: Message, places: dict[int, int]) -> dict[str, Any]:

@@ -5,6 +5,9 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # tiny models: a second thread only waits, and spins beside a busy machine
 
 import ipaddress
 import socket

@@ -82,7 +82,7 @@ class Span(SpanLike):
     part: Part | None = None
     channel: Channel | None = None
     phase: Literal["prompt", "generated"] | None = None
-    """`generated`: sampled by the model whose view this is, in whichever turn."""
+    """`generated`: in a capture or edit, sampled in this turn; in a view, sampled by the reader."""
     who: Literal["self", "others"] | None = None
     first: int | None = None
     """Of the positions that match the other fields, the first n."""

@@ -6,7 +6,7 @@ once the reply is known.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -92,7 +92,7 @@ def plan_of(captures: Sequence[Capture], view: View, n_layers: int, turn: int) -
     generated = False
     for capture in captures:
         pairs |= dict.fromkeys(capture.addresses(n_layers))
-        mask = _mask(capture.span, (*view.segments_or_raise(), _reply(view.pov, turn, (0,))), view.pov)
+        mask = _mask(capture.span, _turn_segments(view, turn, 1), view.pov)
         generated = generated or mask[-1] or _counts(capture.span)
         prompt |= {i for i, chosen in enumerate(mask[:-1]) if chosen}
         if _counts(capture.span):
@@ -109,6 +109,12 @@ def _counts(span: SpanLike | None) -> bool:
 
 def _mask(span: SpanLike | None, segments: Sequence[Segment], pov: str) -> list[bool]:
     return (span or Span()).mask(segments, pov)
+
+
+def _turn_segments(view: View, turn: int, n_reply: int) -> tuple[Segment, ...]:
+    """The segments of one turn: all that was given is its prompt, the reply alone is generated."""
+    prompt = (replace(s, generated=False) for s in view.segments_or_raise())
+    return (*prompt, _reply(view.pov, turn, (0,) * n_reply))
 
 
 def _reply(pov: str, turn: int, ids: tuple[int, ...]) -> Segment:
@@ -137,6 +143,8 @@ class Activation:
     tensor: "torch.Tensor"
     """`[positions, d]`, or `[1, d]` where reduced."""
     reduce: Reduce = None
+    source: "Capture | None" = field(default=None, repr=False, compare=False)
+    """The capture that asked for it; not stored."""
 
 
 @dataclass
@@ -270,7 +278,7 @@ def cut(
     """
     import torch
 
-    segments = (*view.segments_or_raise(), _reply(view.pov, turn, (0,) * n_reply))
+    segments = _turn_segments(view, turn, n_reply)
     place = {p: i for i, p in enumerate(raw["positions"].tolist())}
     out, receipts = [], []
     for capture in captures:
@@ -299,6 +307,7 @@ def cut(
                     positions=tuple(kept),
                     tensor=tensor,
                     reduce=capture.reduce,
+                    source=capture,
                 )
             )
             receipts.append(

@@ -60,7 +60,7 @@ class _Cell:
         from IPython import display
 
         self.last = time.monotonic()
-        markup = html.tag("p", html.tag("b", self.speaker), ": ", self.text)
+        markup = html.said(self.speaker, self.text)
         content = display.HTML(markup)  # type: ignore[no-untyped-call]
         if self.handle is None:
             self.handle = display.display(content, display_id=True)  # type: ignore[no-untyped-call]

@@ -337,7 +337,7 @@ def _summary(result: RunResult) -> str:
 
 
 def _full(result: RunResult) -> list[html.Html]:
-    out = [html.tag("p", html.tag("b", m.author), ": ", m.content) for m in result.transcript]
+    out = result.transcript.html_messages()
     if result.analysis is not None:
         out.append(html.tag("p", html.tag("i", f"analysis: {result.analysis}")))
     if (error := result.error) is not None:

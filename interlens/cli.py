@@ -1,0 +1,69 @@
+"""The command line: a thin skin on the calls of the library. The exit status says what happened.
+
+0: all went well; 1: something failed, or is not complete; 2: the command was not understood.
+"""
+
+import argparse
+import platform
+import sys
+from importlib import metadata
+
+from interlens import demo
+from interlens.engine.load import bundled_gguf
+from interlens.errors import InterlensError
+from interlens.process import available_devices
+from interlens.runner.report import RunReport
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and flags."""
+    top = argparse.ArgumentParser(
+        prog="interlens", description="Language models that talk, looked into while they do."
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    one = commands.add_parser("demo", help="two personas talk, are captured, rolled out, killed and resumed")
+    one.add_argument(
+        "--out", default="demo-output", help="folder for what the demo writes (default: demo-output)"
+    )
+    one.add_argument("--model", default="smollm2", help="model id or folder (default: the bundled smollm2)")
+    one = commands.add_parser("report", help="what a run folder holds")
+    one.add_argument("folder", help="the run's out_dir")
+    one.add_argument("--html", metavar="FILE", help="also write one self-contained file")
+    commands.add_parser("doctor", help="versions, devices, and whether the bundled model is there")
+    return top
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; return the exit status."""
+    asked = parser().parse_args(arguments)
+    try:
+        if asked.command == "demo":
+            return demo.main(asked.out, asked.model)
+        return _report(asked.folder, asked.html) if asked.command == "report" else _doctor()
+    except (InterlensError, ValueError) as error:
+        print(f"interlens: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(
+            "interlens: stopped; what was finished is kept, and the same command goes on with it",
+            file=sys.stderr,
+        )
+        return 130
+
+
+def _report(folder: str, html: str | None) -> int:
+    report = RunReport.load(folder)
+    print(report)
+    print(report.frame().to_string(index=False, max_colwidth=60))
+    if html is not None:
+        print(f"written: {report.save_html(html)}")
+    return 0 if report.complete and not report.failed else 1
+
+
+def _doctor() -> int:
+    print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    for package in ("torch", "transformers", "tokenizers", "nnsight"):
+        print(f"{package} {metadata.version(package)}")
+    print(f"devices: {', '.join(available_devices())}")
+    print(f"bundled model: {bundled_gguf().name}")
+    return 0
