@@ -104,7 +104,7 @@ def _fields(value: Any) -> dict[str, Any]:
 def _encode_object(value: Any, field: str) -> Any:
     """An object of a user's class: its import path and its plain fields."""
     kind = type(value)
-    if kind.__module__.startswith(("interlens.", "torch", "datasets")):
+    if kind.__module__.startswith(("interlens.", "torch", "datasets", "builtins")):
         raise Unsaved(
             f"{field} cannot be saved: it is a {kind.__name__}; a loaded model or an open data set has no "
             f"place in a file"
