@@ -4,7 +4,12 @@ Names are loaded when they are first used, so that importing the package costs n
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+# A team of OpenMP threads that spins beside a busy process slows down several times (measured: 4x). It is read
+# when torch is first imported; whoever has set it keeps it.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:
     from interlens.chat.context import DropOldest as DropOldest

@@ -63,12 +63,12 @@ class Unsaved(ValueError):
 
 
 def encode(value: Any, field: str, lenient: bool = False) -> Any:
-    """JSON for a value of a recipe; `lenient` stores `None` where `Unsaved` would be raised."""
+    """JSON for a value of a recipe; `lenient` stores the reason where `Unsaved` would be raised."""
     try:
         return _encode(value, field, lenient)
-    except Unsaved:
+    except Unsaved as error:
         if lenient:
-            return None
+            return {"$unsaved": str(error)}
         raise
 
 
@@ -130,6 +130,8 @@ def decode(value: Any, field: str, trust: bool) -> Any:
         return value
     if "$float" in value:
         return untagged(value)
+    if "$unsaved" in value:
+        raise StoreError(f"{field} was not stored: {value['$unsaved']}")
     if "$tuple" in value:
         return tuple(decode(v, field, trust) for v in value["$tuple"])
     if "$slice" in value:

@@ -22,7 +22,7 @@ from interlens.participants import Participant
 from interlens.program import Options
 from interlens.recipe import Hooked, Mode, Recipe
 from interlens.runner.execute import Settings
-from interlens.runner.progress import Observer
+from interlens.runner.progress import Observer, in_notebook
 from interlens.runner.report import RunReport
 from interlens.runner.scheduler import Task, scheduler
 from interlens.speakers import RoundRobin
@@ -239,7 +239,7 @@ class Conversation(Dialogue):
         if prompt is not None:
             self.say(self.recipe.moderator_name, prompt)
         asking = program.run(self, turns, program.either(until, ambient_budget()), first)
-        if show:
+        if show or (show is None and in_notebook()):
             from interlens.notebook.live import watching
 
             with watching() as on_delta:

@@ -17,7 +17,6 @@ from interlens.notebook import plots
 from interlens.runner.report import RunReport
 from interlens.runner.store import index_records
 
-LAYERS = (10, 20)
 SCENARIO = (
     "The town wants to replace its old library with a digital centre. Discuss it in short, friendly replies."
 )
@@ -35,7 +34,8 @@ def conversation(model: str = "smollm2") -> Conversation:
         )
         for name, persona in PERSONAS.items()
     ]
-    return Conversation(people, shared_context=SCENARIO).turns(4)
+    recipe: Conversation = Conversation(people, shared_context=SCENARIO).turns(4)
+    return recipe
 
 
 def rollout(folder: str | Path, model: str = "smollm2", progress: bool | None = None) -> RunReport:
@@ -49,8 +49,10 @@ def main(folder: str | Path = "demo-output", model: str = "smollm2") -> int:
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     conv = conversation(model)
-    _say(f"1. {conv!r} on {model}. The words come as they are sampled; layers {LAYERS} are captured.")
-    everything = Capture(layers=LAYERS, span=Span(phase="generated"))
+    n_layers = AutoModelParticipant.from_pretrained(model, name="model").n_layers or 0
+    layers = (n_layers // 3, 2 * n_layers // 3)
+    _say(f"1. {conv!r} on {model}. The words come as they are sampled; layers {layers} are captured.")
+    everything = Capture(layers=layers, span=Span(phase="generated"))
     with conv.capture(everything) as acts:
         conv.run(show=True)
     _say("2. What was captured, from the very forward passes that made the text:")
@@ -74,8 +76,9 @@ def picture(acts: Activations, path: Path) -> Path:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(LAYERS), figsize=(10, 4.4), layout="constrained")
-    for layer, ax in zip(LAYERS, axes, strict=True):
+    layers = sorted({a.layer for a in acts})
+    figure, axes = plt.subplots(1, len(layers), figsize=(10, 4.4), layout="constrained")
+    for layer, ax in zip(layers, axes, strict=True):
         plots.similarity(acts, layer=layer, ax=ax)
     figure.savefig(path, dpi=110)
     plt.close(figure)

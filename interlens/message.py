@@ -24,6 +24,17 @@ class Prompt:
     keep: int = 0
     """How many tokens of the base's prompt and reply this prompt begins with."""
 
+    def __post_init__(self) -> None:
+        base = self.base
+        there = len(base.prompt) + len(base.token_ids or ()) if base and base.prompt is not None else 0
+        if not 0 <= self.keep <= there:
+            raise ValueError(f"a prompt keeps {self.keep} tokens of an earlier message that has {there}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Prompt, (
+            self.ids(),
+        )  # whole: a chain of references would be as deep as the conversation is long
+
     def ids(self) -> tuple[int, ...]:
         """The whole prompt."""
         parts: list[tuple[int, ...]] = []
@@ -96,9 +107,12 @@ def tagged(value: Any) -> Any:
     scalars numbers.
     """
     if isinstance(value, float) and not math.isfinite(value):
-        return {"$float": repr(value)}
+        return {"$float": repr(float(value))}
     if isinstance(value, Mapping):
-        return {str(k): tagged(v) for k, v in value.items()}
+        out = {str(k): tagged(v) for k, v in value.items()}
+        if len(out) < len(value):
+            raise TypeError(f"two keys of {value!r:.80} are the same as text, which JSON cannot hold")
+        return out
     if isinstance(value, list | tuple):
         return [tagged(v) for v in value]
     if isinstance(value, set | frozenset):

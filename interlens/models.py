@@ -123,16 +123,14 @@ class ModelParticipant(Participant):
     def context_limit(self) -> int | None:
         """Positions the model reads; `None` where that is not known."""
         if isinstance(self.backend, BackendSpec):
-            config = load.read_config(self.backend.model, self.backend.revision).get_text_config(decoder=True)
-            return getattr(config, "max_position_embeddings", None)
+            return getattr(_config(self.backend), "max_position_embeddings", None)
         return getattr(self.backend, "context_limit", None)
 
     @property
     def n_layers(self) -> int | None:
         """Decoder layers, from the config; `None` where that is not known."""
         if isinstance(self.backend, BackendSpec):
-            config = load.read_config(self.backend.model, self.backend.revision).get_text_config(decoder=True)
-            return int(config.num_hidden_layers)
+            return int(_config(self.backend).num_hidden_layers)
         return getattr(self.backend, "n_layers", None)
 
     @cached_property
@@ -386,7 +384,7 @@ class AutoModelParticipant(ModelParticipant):
         load.read_config(id_or_path, revision, trust_remote_code)
         options = {
             "trust_remote_code": trust_remote_code or None,
-            "max_memory": max_memory,
+            "max_memory": tuple(max_memory.items()) if max_memory else None,
             "kv_memory": kv_memory,
         }
         spec = BackendSpec(
@@ -405,6 +403,11 @@ class AutoModelParticipant(ModelParticipant):
         """Wrap a loaded module; participants made of one module share its engine."""
         _known_settings(settings)
         return ModelParticipant(name=name, backend=_wrapped(_Same(model), _Same(tokenizer)), **settings)
+
+
+def _config(spec: BackendSpec) -> Any:
+    trusted = bool(dict(spec.options).get("trust_remote_code"))
+    return load.read_config(spec.model, spec.revision, trusted).get_text_config(decoder=True)
 
 
 class _Same:

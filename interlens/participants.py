@@ -4,6 +4,7 @@ A participant is data: a name, a persona, settings, and what answers for it. Its
 yields requests and returns the message of one turn; it holds no state of the conversation.
 """
 
+import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -323,8 +324,10 @@ def fitted(
 
 
 def _asker(turn: Turn) -> Callable[[Any, str], Generator[Any, Any, str]]:
+    count = itertools.count()
+
     def ask(who: Any, text: str) -> Generator[Any, Any, str]:
-        path = f"{turn.path}/summary/{len(turn.memory)}-{len(text)}"
+        path = f"{turn.path}/summary/{next(count)}"
         if not isinstance(who, Participant):
             summary: str = yield Call(
                 fn=who, args=(text,), path=path, version=str(templating.describe_callable(who))

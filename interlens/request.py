@@ -7,20 +7,25 @@ what it cannot do is refused at `submit`.
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from numbers import Real
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from interlens.message import tagged
+from interlens.message import tagged, untagged
 from interlens.seeds import Stream
 
 Finish = Literal["eos", "stop", "length", "tools", "overlong", "refusal", "cancelled", "error"]
 Prefill = tuple[int, ...] | str | None
 
 
+_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
+
+
 def digest_of(value: Any) -> str:
     """A short, stable digest of JSON-like values."""
-    text = json.dumps(tagged(value), sort_keys=True, ensure_ascii=False)
+    text = _CANONICAL.encode(tagged(value))
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
@@ -51,6 +56,11 @@ class SamplingParams:
     """Token id to a number added to its logit; -inf bans it."""
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            plain = isinstance(value, float) or (isinstance(value, Real) and not isinstance(value, bool))
+            if f.name != "logit_bias" and not (plain and math.isfinite(value)):
+                raise ValueError(f"{f.name} must be a finite number, got {value!r}")
         rules = (
             ("temperature", self.temperature >= 0, "0 or more"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
@@ -62,15 +72,20 @@ class SamplingParams:
             if not holds:
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
         if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in self.logit_bias.items()})
+            bias = {int(k): float(v) for k, v in self.logit_bias.items()}
+            for token, added in bias.items():
+                if not added < math.inf:
+                    raise ValueError(
+                        f"logit_bias adds a finite number or -inf, got {added} for token {token}"
+                    )
+            object.__setattr__(self, "logit_bias", bias)
 
     def applied(self) -> dict[str, Any]:
         """The settings that change anything, and the temperature always: what a message records."""
-        defaults = SamplingParams()
         out: dict[str, Any] = {"temperature": self.temperature}
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name != "temperature" and value != getattr(defaults, f.name):
+            if f.name != "temperature" and value != f.default:
                 out[f.name] = {str(k): v for k, v in value.items()} if f.name == "logit_bias" else value
         return out
 
@@ -240,31 +255,25 @@ class Completion:
 
     def stored(self) -> dict[str, Any]:
         """The JSON of everything but tensors; the inverse is `Completion.restored`."""
-        out: dict[str, Any] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name in ("ticket", "captures", "logits", "error") or value in (None, (), "", 0, False, {}):
-                continue
-            out[f.name] = tagged(value)
-        return out | {"finish": self.finish}
+        kept = {name: getattr(self, name) for name in _KEPT}
+        return {k: tagged(v) for k, v in kept.items() if k == "finish" or v != getattr(_BARE, k)}
 
     @classmethod
     def restored(cls, stored: Mapping[str, Any]) -> "Completion":
         """Read what `stored` wrote, lists turned back into tuples."""
-        known = {f.name for f in fields(cls)}
-        return cls(**{k: _tuples(v) for k, v in stored.items() if k in known})
+        return cls(**{k: _tuples(v) for k, v in stored.items() if k in _KEPT})
 
     def with_(self, **changes: Any) -> "Completion":
         """The same completion with some fields changed."""
         return replace(self, **changes)
 
 
+_BARE = Completion()
+_KEPT = [f.name for f in fields(Completion) if f.name not in ("ticket", "captures", "logits", "error")]
+
+
 def _tuples(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(_tuples(v) for v in value)
-    if isinstance(value, dict) and set(value) == {"$float"}:
-        return float(value["$float"])
-    return value
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else untagged(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

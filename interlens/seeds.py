@@ -10,6 +10,7 @@ hash of a counter).
 import hashlib
 import struct
 from dataclasses import dataclass, replace
+from operator import index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,14 +36,22 @@ class Stream:
 
     def key(self) -> bytes:
         """The stream's 16-byte key."""
-        words = repr(
-            (self.job, self.sample, self.own, self.reseeds, self.position, self.turn, self.purpose, self.draw)
+        own = None if self.own is None else _whole(self.own)
+        reseeds = tuple(map(_whole, self.reseeds))
+        job, sample, position, turn, draw = map(
+            _whole, (self.job, self.sample, self.position, self.turn, self.draw)
         )
+        words = repr((job, sample, own, reseeds, position, turn, self.purpose, draw))
         return hashlib.blake2b(words.encode(), digest_size=16).digest()
 
     def at(self, **changes: object) -> "Stream":
         """The same stream with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _whole(n: int) -> int:
+    """A plain int, so that a number of numpy's names the same stream; what is not whole is refused."""
+    return int(index(n))
 
 
 def uniform(key: bytes, counter: int) -> float:

@@ -5,6 +5,7 @@ b` combine them. `TokenBudget` is also a cap: a turn gets the least of the parti
 and what is left of `per_conversation`.
 """
 
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar, Token
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from interlens.message import Message
+from interlens.templating import describe_callable
 from interlens.transcript import Transcript
 
 
@@ -45,6 +47,12 @@ class StopCondition:
 
     def __or__(self, other: "StopCondition") -> "StopCondition":
         return Either(self, other)
+
+    def __rand__(self, other: Any) -> "StopCondition":
+        return Both(other, self)
+
+    def __ror__(self, other: Any) -> "StopCondition":
+        return Either(other, self)
 
 
 class _Pair(StopCondition):
@@ -92,11 +100,19 @@ def describe(condition: Any) -> Any:
     return {"kind": f"{type(condition).__module__}.{type(condition).__qualname__}", **plain}
 
 
+def _whole(value: Any, what: str) -> int:
+    """A whole number of any integer type; anything else is a `TypeError`."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is a whole number, got {value!r}") from None
+
+
 class TurnStopCondition(StopCondition):
     """Stop when the transcript holds `n` speaking turns, inherited ones included."""
 
     def __init__(self, n: int) -> None:
-        self.n = n
+        self.n = _whole(n, "TurnStopCondition(n)")
 
     def should_stop(self, conv: Conversing, last_message: Message | None) -> bool:
         return conv.n_turns >= self.n
@@ -106,7 +122,7 @@ class TokenStopCondition(StopCondition):
     """Stop once the conversation's models have generated `n` tokens; no turn is cut."""
 
     def __init__(self, n: int) -> None:
-        self.n = n
+        self.n = _whole(n, "TokenStopCondition(n)")
 
     def should_stop(self, conv: Conversing, last_message: Message | None) -> bool:
         return conv.tokens_generated >= self.n
@@ -131,6 +147,8 @@ class StopStringCondition(StopCondition):
 
     def __init__(self, strings: str | Iterable[str]) -> None:
         self.strings = (strings,) if isinstance(strings, str) else tuple(strings)
+        if not self.strings or not all(self.strings):
+            raise ValueError(f"StopStringCondition needs strings that are not empty, got {self.strings!r}")
 
     def should_stop(self, conv: Conversing, last_message: Message | None) -> bool:
         return last_message is not None and any(s in last_message.content for s in self.strings)
@@ -165,7 +183,11 @@ class TokenBudget(StopCondition):
             raise ValueError("a TokenBudget needs per_conversation or per_turn")
         for name in ("per_conversation", "per_turn"):
             value = getattr(self, name)
-            if isinstance(value, int) and value < 1:
+            known_later = name == "per_conversation" and (callable(value) or isinstance(value, Mapping))
+            if value is None or known_later:
+                continue
+            setattr(self, name, _whole(value, name))
+            if value < 1:
                 raise ValueError(f"{name} must be at least 1 token, got {value}")
         self._entered: list[Token[TokenBudget | None]] = []
 
@@ -187,18 +209,20 @@ class TokenBudget(StopCondition):
     def for_job(self, job_id: str, row: Mapping[str, Any]) -> "TokenBudget":
         """The budget of one job, its number worked out."""
         amount = self.per_conversation
+        if amount is None:
+            return replace(self)
         if isinstance(amount, Mapping):
             if job_id not in amount:
                 raise ValueError(f"the TokenBudget has no entry for {job_id!r}; it has {sorted(amount)[:5]}…")
             amount = amount[job_id]
         elif callable(amount):
             amount = amount(row)
-        return replace(self, per_conversation=None if amount is None else int(amount))
+        return replace(self, per_conversation=_whole(amount, f"the TokenBudget of {job_id!r}"))
 
     def describe(self) -> Any:
         amount: Any = self.per_conversation
         if callable(amount):
-            amount = f"{amount.__module__}.{amount.__qualname__}"
+            amount = describe_callable(amount)
         return {"kind": "TokenBudget", "per_conversation": amount, "per_turn": self.per_turn}
 
     def __getstate__(self) -> dict[str, Any]:

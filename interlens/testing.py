@@ -8,7 +8,7 @@ from interlens.backends.scripted import VirtualClock as VirtualClock
 from interlens.chat.spans import Segment
 from interlens.chat.view import View
 from interlens.engine.load import tiny as tiny
-from interlens.request import Backend, Capabilities, Completion, Generate, SamplingParams, Ticket
+from interlens.request import Capabilities, Completion, Generate, SamplingParams, Ticket
 from interlens.seeds import Stream
 
 __all__ = ["ScriptedBackend", "VirtualClock", "check_backend", "tiny"]
@@ -19,9 +19,9 @@ def check_backend(backend: Any, *, timeout: float = 60.0) -> list[str]:
 
     Runs a few short requests, so a backend that costs money should be given a stand-in to talk to.
     """
-    if not isinstance(backend, Backend):
-        wanted = ("name", "capabilities", "submit", "step", "idle", "cancel", "close")
-        return [f"it lacks {name}" for name in wanted if not hasattr(backend, name)]
+    wanted = ("name", "capabilities", "submit", "step", "idle", "cancel", "close")
+    if lacking := [f"it lacks {name}" for name in wanted if not hasattr(backend, name)]:
+        return lacking
     if not isinstance(backend.capabilities, Capabilities):
         return [f"capabilities must be a Capabilities, got {type(backend.capabilities).__name__}"]
     return [

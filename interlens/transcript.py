@@ -52,7 +52,14 @@ class Transcript:
 
     def append(self, author: str | Message, content: str | None = None, **metadata: Any) -> Message:
         """Append words by an author, or a whole `Message`; return the message."""
-        message = author if isinstance(author, Message) else Message(author, content or "", metadata=metadata)
+        if isinstance(author, Message):
+            if content is not None or metadata:
+                raise TypeError(
+                    "append() takes a whole message, or an author with words and metadata, not both"
+                )
+            message = author
+        else:
+            message = Message(author, content or "", metadata=metadata)
         self._messages.append(message)
         return message
 
@@ -102,8 +109,13 @@ class Transcript:
 
     def to_list(self) -> list[dict[str, Any]]:
         """Plain JSON values, one per message; a prompt refers to the earlier message it extends."""
-        places = {id(m): i for i, m in enumerate(self._messages)}
-        return [_encode(m, places) for m in self._messages]
+        places: dict[int, int] = {}
+        out = []
+        for i, message in enumerate(self._messages):
+            out.append(_encode(message, self._messages, places))
+            if message.prompt is not None:
+                places[id(message.prompt)] = i
+        return out
 
     @classmethod
     def from_list(cls, items: Iterable[dict[str, Any]]) -> "Transcript":
@@ -135,7 +147,8 @@ def _note(message: Message) -> str:
     return "· " + " · ".join(parts) if parts else ""
 
 
-def _encode(message: Message, places: dict[int, int]) -> dict[str, Any]:
+def _encode(message: Message, messages: list[Message], places: dict[int, int]) -> dict[str, Any]:
+    """JSON of one message; `places` tells which earlier message holds a prompt."""
     out: dict[str, Any] = {"author": message.author, "content": message.content}
     if message.token_ids is not None:
         out["token_ids"] = list(message.token_ids)
@@ -143,12 +156,10 @@ def _encode(message: Message, places: dict[int, int]) -> dict[str, Any]:
         out["metadata"] = tagged(message.metadata)
     prompt = message.prompt
     if prompt is not None:
-        if prompt.base is not None and id(prompt.base) in places:
-            out["prompt"] = {
-                "base": places[id(prompt.base)],
-                "keep": prompt.keep,
-                "added": list(prompt.added),
-            }
+        base = prompt.base
+        place = places.get(id(base.prompt)) if base is not None else None
+        if base is not None and place is not None and messages[place].token_ids == base.token_ids:
+            out["prompt"] = {"base": place, "keep": prompt.keep, "added": list(prompt.added)}
         else:
             out["prompt"] = {"added": list(prompt.ids())}
     return out
@@ -162,7 +173,14 @@ def _decode(item: dict[str, Any], earlier: list[Message]) -> Message:
         )
     prompt = None
     if (stored := item.get("prompt")) is not None:
-        base = earlier[stored["base"]] if "base" in stored else None
+        if set(stored) not in ({"added"}, {"added", "base", "keep"}):
+            raise ValueError(f"a stored prompt has added, or added, base and keep: found {sorted(stored)}")
+        place = stored.get("base")
+        if place is not None and not 0 <= place < len(earlier):
+            raise ValueError(
+                f"message {len(earlier)} has a prompt that extends message {place}, which is not earlier"
+            )
+        base = earlier[place] if place is not None else None
         prompt = Prompt(tuple(stored["added"]), base, stored.get("keep", 0))
     return Message(
         item["author"],

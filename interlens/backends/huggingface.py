@@ -13,6 +13,8 @@ from interlens.engine.batch import Engine
 from interlens.engine.rows import RowRequest
 from interlens.engine.selftest import examine
 from interlens.engine.slow import SlowEngine
+from interlens.errors import nearest
+from interlens.interp.sites import SITES
 from interlens.request import BackendSpec, Capabilities, Completion, Forward, Generate, Ticket
 from interlens.seeds import uniform
 
@@ -39,8 +41,11 @@ class HuggingFaceBackend:
         """Wrap a loaded module with its tokenizer, or load one by id (`dtype=`, `device=`, …)."""
         if isinstance(model, str):
             name = name or model
-            tokenizer = tokenizer or load.read_tokenizer(model, loading.get("revision"))
+            trusted = bool(loading.get("trust_remote_code"))
+            tokenizer = tokenizer or load.read_tokenizer(model, loading.get("revision"), trusted)
             model = load.read_model(model, **loading)
+        elif loading:
+            raise TypeError(f"{', '.join(loading)}: for loading by id; a loaded model is used as it is")
         if tokenizer is None:
             raise ValueError("a loaded model needs its tokenizer: HuggingFaceBackend(model, tokenizer)")
         self.model, self.tokenizer = model, tokenizer
@@ -96,8 +101,8 @@ class HuggingFaceBackend:
     ) -> Ticket:
         """Queue a request, or say what is wrong with it."""
         ids = tuple(request.prompt.ids)
-        self._check(request, ids)
         if isinstance(request, Forward):
+            self._check(ids, request.plan, self.context_limit)
             row = RowRequest(
                 ids=ids,
                 plan=request.plan,  # type: ignore[arg-type]
@@ -107,6 +112,8 @@ class HuggingFaceBackend:
             )
             return self.engine.submit(row)
         said, begun = self._prefill(request)
+        self._check(ids + begun, request.plan, self.context_limit - 1)
+        self._check_settings(request)
         room = self.context_limit - len(ids) - len(begun)
         row = RowRequest(
             ids=ids + begun,
@@ -125,26 +132,39 @@ class HuggingFaceBackend:
         )
         return self.engine.submit(row)
 
-    def _check(self, request: Generate | Forward, ids: tuple[int, ...]) -> None:
+    def _check(self, ids: tuple[int, ...], plan: Any, limit: int) -> None:
         if not ids:
             raise ValueError(f"{self.name} was given an empty prompt; a prompt needs at least one token")
-        if max(ids) >= self.vocabulary or min(ids) < 0:
-            raise ValueError(f"token id {max(ids)} is not in {self.name}'s vocabulary of {self.vocabulary}")
-        if isinstance(request, Generate):
-            if request.max_new_tokens < 1:
-                raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
-            for token in request.sampling.logit_bias or ():
-                if not 0 <= token < self.vocabulary:
-                    raise ValueError(
-                        f"logit_bias names token {token}; {self.name}'s vocabulary has {self.vocabulary}"
-                    )
-        if len(ids) >= self.context_limit + (1 if isinstance(request, Forward) else 0):
-            raise ValueError(f"the prompt has {len(ids)} tokens; {self.name} reads {self.context_limit}")
-        for site, layer in getattr(request.plan, "captures", ()):
+        wrong = [i for i in (min(ids), max(ids)) if not 0 <= i < self.vocabulary]
+        if wrong:
+            raise ValueError(f"token id {wrong[0]} is not in {self.name}'s vocabulary of {self.vocabulary}")
+        if len(ids) > limit:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens; {self.name} reads {self.context_limit}"
+                f"{', the reply included' if limit < self.context_limit else ''}: shorten it"
+            )
+        for site, layer in getattr(plan, "captures", ()):
+            if site not in SITES:
+                raise ValueError(f"site {site!r} cannot be captured; {nearest(site, SITES)}")
             if not 0 <= layer < self.n_layers:
                 raise ValueError(
                     f'site "{site}.{layer}" is not in {self.name}: '
                     f"it has {self.n_layers} layers (0-{self.n_layers - 1})"
+                )
+
+    def _check_settings(self, request: Generate) -> None:
+        if request.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
+        if "" in request.stop:
+            raise ValueError("an empty stop string would end every reply at once")
+        if request.logprobs is not None and not 0 <= request.logprobs <= self.vocabulary:
+            raise ValueError(
+                f"logprobs counts alternatives, 0 to {self.vocabulary} here; got {request.logprobs}"
+            )
+        for token in request.sampling.logit_bias or ():
+            if not 0 <= token < self.vocabulary:
+                raise ValueError(
+                    f"logit_bias names token {token}; {self.name}'s vocabulary has {self.vocabulary}"
                 )
 
     def _prefill(self, request: Generate) -> tuple[str, tuple[int, ...]]:

@@ -5,6 +5,7 @@ own.
 import heapq
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +17,16 @@ Script = Sequence[Reply] | Callable[[Generate], Reply]
 
 
 class VirtualClock:
-    """Time that passes only when everybody waits: tests of long runs take no time."""
+    """Time that passes only when everybody waits: tests of long runs take no time. Backends may share one."""
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.backends: weakref.WeakSet[ScriptedBackend] = weakref.WeakSet()
+
+    def advance(self) -> None:
+        """Go on to the next reply that anybody gives; stay while one that is due has not been taken."""
+        due = [backend.next_due for backend in self.backends if backend.next_due is not None]
+        self.now = max(self.now, min(due, default=self.now))
 
 
 class ScriptedBackend:
@@ -27,6 +34,7 @@ class ScriptedBackend:
 
     A reply may be an exception: the asking program gets it. Words count as tokens: a reply longer than
     `max_new_tokens` words is cut, with the finish `length`, and the end of a reply counts as one token more.
+    A prefill of text comes first and is not counted; a stop string cuts the reply, with the finish `stop`.
     """
 
     capabilities = Capabilities(prefill=True, tools=True, seeds=True, exact=True)
@@ -51,7 +59,13 @@ class ScriptedBackend:
         """The largest number of requests that were in flight at once."""
         self._numbers = itertools.count()
         self._due: list[tuple[float, int, Completion]] = []
-        self._idle = False
+        if clock is not None:
+            clock.backends.add(self)
+
+    @property
+    def next_due(self) -> float | None:
+        """When the next reply comes; `None` if nothing is in flight."""
+        return self._due[0][0] if self._due else None
 
     def submit(self, request: Any, on_delta: Callable[[str], None] | None = None) -> Ticket:
         """Take a `Generate`; refuse plans and forward passes."""
@@ -61,6 +75,8 @@ class ScriptedBackend:
             raise ValueError(
                 f"{self.name} answers from a script: it has no activations or logprobs; use a local model"
             )
+        if not isinstance(request.prefill, str | None):
+            raise ValueError(f"{self.name} answers in words: it takes a prefill of text, not of token ids")
         ticket = Ticket(next(self._numbers))
         self.requests.append(request)
         completion = self._answer(request).with_(ticket=ticket)
@@ -100,8 +116,8 @@ class ScriptedBackend:
 
     def idle(self) -> None:
         """Let a virtual clock run to the next reply."""
-        if self.clock is not None and self._due:
-            self.clock.now = max(self.clock.now, self._due[0][0])
+        if self.clock is not None:
+            self.clock.advance()
 
     def cancel(self, ticket: Ticket) -> None:
         """Give a cancelled completion in the next step."""
@@ -118,15 +134,19 @@ class ScriptedBackend:
     def close(self) -> None:
         """Forget what is in flight."""
         self._due.clear()
+        self.live = 0
 
 
 def scripted_completion(text: str, request: Generate) -> Completion:
     """A reply whose tokens are words; the end counts as a token."""
-    words = text.split(" ")
     finish: Finish = "eos"
+    if (cut := min((at for stop in request.stop if (at := text.find(stop)) >= 0), default=None)) is not None:
+        text, finish = text[:cut], "stop"
+    words = text.split(" ") if text else []
     n = len(words) + 1
     if n > request.max_new_tokens:
         words, n, finish = words[: request.max_new_tokens], request.max_new_tokens, "length"
         text = " ".join(words)
     asked = sum(len(str(m["content"]).split(" ")) for m in request.prompt.messages)
+    text = (request.prefill if isinstance(request.prefill, str) else "") + text
     return Completion(text=text, finish=finish, n_tokens=n, n_prompt_tokens=asked)

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from interlens.chat.view import Entry
-from interlens.errors import ContextOverflow
+from interlens.errors import ContextOverflow, ParticipantError
 from interlens.message import Message
+from interlens.templating import describe_callable
 
+_LOOK_BACK = 8
 Fitting = Generator[Any, Any, list[Entry]]
 Size = Callable[[Sequence[Entry]], int]
 
@@ -35,13 +37,12 @@ class Room:
     ask: Callable[[Any, str], Generator[Any, Any, str]]
     """Ask a participant or a function for a text."""
 
-    def overflow(self, entries: Sequence[Entry], what: str) -> ContextOverflow:
-        """The sentence for a conversation that does not fit."""
+    def overflow(self, entries: Sequence[Entry], what: str = "") -> ContextOverflow:
+        """The sentence for a conversation that does not fit; `what` begins with a space."""
         return ContextOverflow(
-            f"{self.pov}'s prompt has {self.size(entries)} tokens {what}, and {self.limit} fit beside the "
-            f"{self.reply} kept for "
-            "the reply; shorten it, lower max_new_tokens, or set context_policy=DropOldest(), "
-            "SlidingWindow(k) or Summarize(...)"
+            f"{self.pov}'s prompt has {self.size(entries)} tokens{what}, and {max(0, self.limit)} fit beside "
+            f"the {self.reply} kept for the reply; shorten it, lower max_new_tokens, or set "
+            f"context_policy=DropOldest(), SlidingWindow(k) or Summarize(...)"
         )
 
 
@@ -63,7 +64,7 @@ class Refuse:
         """Return all entries, or raise `ContextOverflow`."""
         yield from ()
         if room.size(entries) > room.limit:
-            raise room.overflow(entries, "")
+            raise room.overflow(entries)
         return list(entries)
 
     def describe(self) -> Any:
@@ -72,21 +73,25 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class DropOldest:
-    """Leave out as few of the oldest messages as will do; the shared context stays."""
+    """Leave out as few of the oldest messages as will do; the shared context and the last message stay."""
 
     def fit(self, entries: Sequence[Entry], room: Room) -> Fitting:
         """Return the pinned entries and the newest ones that fit."""
         yield from ()
-        low, high = 0, len(entries) - room.pinned
-        while low < high:  # the fewest that must go: the size falls as more are dropped
+
+        def over(dropped: int) -> int:
+            return room.size(_without(entries, room.pinned, dropped)) - room.limit
+
+        low, most = 0, max(0, len(entries) - room.pinned - 1)
+        high = most
+        while low < high:
             middle = (low + high) // 2
-            if room.size(_without(entries, room.pinned, middle)) <= room.limit:
-                high = middle
-            else:
-                low = middle + 1
-        kept = _without(entries, room.pinned, low)
+            low, high = (low, middle) if over(middle) <= 0 else (middle + 1, high)
+        # The size falls as more are dropped, but for the scaffold a view may need at its head: look back.
+        fewer = [d for d in range(max(0, low - _LOOK_BACK), low) if over(d) <= 0]
+        kept = _without(entries, room.pinned, fewer[0] if fewer else low)
         if room.size(kept) > room.limit:
-            raise room.overflow(kept, "with every message dropped that may be")
+            raise room.overflow(kept, " with every message dropped that may be")
         return kept
 
     def describe(self) -> Any:
@@ -135,13 +140,18 @@ class Summarize:
                 return shown
             older = [e for e in entries[room.pinned :] if (e.index or 0) >= upto]
             if len(older) < 2:
-                raise room.overflow(shown, "with everything but the last message summarised")
+                raise room.overflow(shown, " with everything but the last message summarised")
             cut = older[: (len(older) + 1) // 2]
             said = "\n\n".join(f"{e.message.author}: {e.message.content}" for e in cut)
             earlier = f"Summary of what came before: {text}\n\n" if text else ""
             text = yield from room.ask(self.by, f"{self.instruction}\n\n{earlier}{said}")
+            if not isinstance(text, str) or not text.strip():
+                raise ParticipantError(
+                    f"the summary of {len(cut)} messages for {room.pov} is {text!r}; it must be text, since "
+                    f"the messages are left out for it"
+                )
             room.memory[room.pov] = ((cut[-1].index or 0) + 1, text)
-        raise room.overflow(entries, "after summarising")
+        raise room.overflow(entries, " after summarising")
 
     def _shown(self, entries: Sequence[Entry], pinned: int, upto: int, text: str) -> list[Entry]:
         newer = [e for e in entries[pinned:] if (e.index or 0) >= upto]
@@ -151,8 +161,8 @@ class Summarize:
         return [*entries[:pinned], Entry(summary, None, None), *newer]
 
     def describe(self) -> Any:
-        name = getattr(self.by, "name", None) or getattr(self.by, "__qualname__", repr(type(self.by)))
-        return {"Summarize": name, "instruction": self.instruction}
+        by = self.by.describe() if hasattr(self.by, "describe") else describe_callable(self.by)
+        return {"Summarize": by, "instruction": self.instruction}
 
 
 def _without(entries: Sequence[Entry], pinned: int, dropped: int) -> list[Entry]:
@@ -163,7 +173,7 @@ def policy_of(value: Any) -> ContextPolicy:
     """Accept `"error"` or a policy; anything else is a `ValueError`."""
     if value == "error":
         return Refuse()
-    if isinstance(value, str) or not hasattr(value, "fit"):
+    if isinstance(value, str | type) or not hasattr(value, "fit"):
         raise ValueError(
             f'context_policy is "error", DropOldest(), SlidingWindow(k) or Summarize(by); got {value!r}'
         )

@@ -34,27 +34,37 @@ def opened_by(prompt_tail: str) -> str | None:
     return None
 
 
-def split(text: str, waits_for: str | None = None) -> Split:
-    """Take a reply apart. A block that the token limit cut off is reasoning to its end.
+def split(text: str, waits_for: str | None = None, *, cut: bool = True) -> Split:
+    """Take a reply apart; `cut` says that it may have ended too early, even inside a tag.
+
+    A block that was cut off is reasoning to its end; blocks that follow each other are one.
 
     >>> split("<think>hm</think>\\n\\nYes.")
     Split(reasoning='hm', start=19)
     >>> split("still thinking", waits_for="</think>")
     Split(reasoning='still thinking', start=14)
     """
-    head = text.lstrip()
-    begin, closing = 0, waits_for
-    for opening, tag in TAGS:
-        if head.startswith(opening):
-            begin, closing = len(text) - len(head) + len(opening), tag
-        elif waits_for is None and head and opening.startswith(head):
-            return Split(text, len(text))  # cut inside the opening tag itself
-    if closing is None:
-        return Split(None, 0)
-    end = text.find(closing, begin)
-    if end < 0:
-        return Split(text[begin:].strip(), len(text))
-    start = end + len(closing)
-    while start < len(text) and text[start].isspace():
-        start += 1
-    return Split(text[begin:end].strip(), start)
+    thoughts: list[str] = []
+    start, closing = 0, waits_for
+    while True:
+        begin, closing = _opened(text, start, closing)
+        if closing is None:
+            head = text[start:].strip()
+            if cut and head and any(opening.startswith(head) for opening, _ in TAGS):
+                thoughts, start = [*thoughts, head], len(text)
+            return Split("\n\n".join(thoughts) if start else None, start)
+        end = text.find(closing, begin)
+        thoughts.append(text[begin : end if end >= 0 else len(text)].strip())
+        if end < 0:
+            return Split("\n\n".join(thoughts), len(text))
+        answer = text[end + len(closing) :]
+        start, closing = len(text) - len(answer.lstrip()), None
+
+
+def _opened(text: str, start: int, waits_for: str | None) -> tuple[int, str | None]:
+    """Where the reasoning that begins here begins without its tag, and the tag that closes it, if any."""
+    head = text[start:].lstrip()
+    for opening, closing in TAGS:
+        if head.startswith(opening) and waits_for in (None, closing):
+            return len(text) - len(head) + len(opening), closing
+    return start, waits_for

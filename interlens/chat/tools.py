@@ -14,7 +14,8 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from interlens.errors import nearest
 
@@ -36,7 +37,7 @@ class Tool:
         """Describe a plain function."""
         if isinstance(fn, Tool):
             return fn
-        if not callable(fn) or not getattr(fn, "__name__", ""):
+        if not callable(fn) or not getattr(fn, "__name__", "").isidentifier():
             raise TypeError(f"a tool is a named function, got {fn!r}")
         try:
             hints = get_type_hints(fn)
@@ -44,7 +45,11 @@ class Tool:
             hints = {}
         properties, needed = {}, []
         for name, parameter in inspect.signature(fn).parameters.items():
-            properties[name] = {"type": _JSON_TYPES.get(hints.get(name, str), "string")}
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise TypeError(
+                    f"a tool is called with named arguments, which {parameter} of {fn.__name__} is not"
+                )
+            properties[name] = _json_type(hints.get(name, str))
             if parameter.default is inspect.Parameter.empty:
                 needed.append(name)
         parameters = {"type": "object", "properties": properties, "required": needed}
@@ -54,6 +59,19 @@ class Tool:
             "function": {"name": fn.__name__, "description": about, "parameters": parameters},
         }
         return cls(fn, fn.__name__, schema)
+
+
+def _json_type(hint: Any) -> dict[str, Any]:
+    """The JSON schema of a type; what JSON has no word for is a string."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return {"type": _JSON_TYPES.get(type(inner[0]), "string"), "enum": list(inner)}
+    if origin in (Union, UnionType):
+        kinds = [_json_type(i) for i in inner if i is not type(None)]
+        return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    if origin is list and inner:
+        return {"type": "array", "items": _json_type(inner[0])}
+    return {"type": _JSON_TYPES.get(origin or hint, "string")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +127,10 @@ def _from_json(body: str) -> ToolCall:
         data = json.loads(body)
         arguments = data.get("arguments", data.get("parameters", {}))
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return ToolCall(str(data["name"]), dict(arguments))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if not isinstance(data["name"], str) or not isinstance(arguments, dict):
+            raise TypeError("the name is text and the arguments are an object")
+        return ToolCall(data["name"], arguments)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return ToolCall("", {}, f"the call could not be read as JSON with a name and arguments: {error}")
 
 
@@ -118,11 +138,11 @@ def _from_python(body: str) -> ToolCall:
     body = re.sub(r"^print\((.*)\)$", r"\1", body.strip(), flags=re.DOTALL)
     try:
         call = ast.parse(body, mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
+        if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
             raise ValueError("expected one call with keyword arguments")
         name = ast.unparse(call.func)
-        return ToolCall(name, {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg is not None})
-    except (SyntaxError, ValueError) as error:
+        return ToolCall(name, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         return ToolCall("", {}, f"the call could not be read as one Python call: {error}")
 
 
@@ -135,6 +155,6 @@ def perform(call: ToolCall, tools: Sequence[Tool]) -> str:
         return f"error: there is no tool {call.name!r}; {nearest(call.name, known)}"
     try:
         result = known[call.name].fn(**call.arguments)
-    except Exception as error:  # a tool's failure is the model's to handle
+        return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+    except (Exception, SystemExit) as error:  # a tool's failure is the model's to handle
         return f"error: {type(error).__name__}: {error}"
-    return result if isinstance(result, str) else json.dumps(result, default=str)

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from interlens import html
-from interlens.chat.reasoning import Visibility, opened_by
-from interlens.chat.spans import Segment, SpanLike
+from interlens.chat.reasoning import TAGS, Visibility, opened_by, split
+from interlens.chat.spans import Channel, Segment, SpanLike
 from interlens.chat.template import Block, ChatTemplate, Piece
 from interlens.message import Message
 
@@ -25,7 +25,13 @@ class ContextItem:
     content: Any
     """Text or a template of the row."""
     at: int | None = None
-    """Index of the message it stands before; `None` puts it into the system block."""
+    """Index of the message it stands before, seen from when that message is next; `None` puts it into the
+    system block.
+    """
+
+    def __post_init__(self) -> None:
+        if self.at is not None and self.at < 0:
+            raise ValueError(f"at is the index of the message an item stands before, from 0; got {self.at}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +87,7 @@ class View:
     def waits_for(self) -> str | None:
         """The closing tag of a reasoning block that the prompt left open, or `None`."""
         tail = self.segments[-1] if self.segments else None
-        return opened_by(tail.text) if tail is not None and tail.part == "header" else None
+        return opened_by(tail.text) if tail is not None and tail.part in ("header", "footer") else None
 
     def segments_or_raise(self) -> tuple[Segment, ...]:
         """The segments; a `TypeError` for a view that has messages only."""
@@ -132,7 +138,9 @@ def compose(
     trail: Sequence[Block] = (),
 ) -> View:
     """Build the view of a participant; `trail` is what a tool loop has added to the turn so far."""
-    blocks = [*_blocks(entries, reading, generate), *trail]
+    if template is not None and template.source is None:
+        reading = replace(reading, show_names=False)  # a script names everybody
+    blocks = [*_blocks(entries, reading, generate, _opening(template)), *trail]
     fitted = _fit(blocks, reading, template)
     segments = None
     stop: tuple[str, ...] = ()
@@ -142,28 +150,45 @@ def compose(
             names = dict.fromkeys([reading.pov, *(e.message.author for e in entries)])
             stop = tuple(f"{gap}{name}:" for name in names for gap in ("\n\n", "\n"))
     messages = tuple({"role": b.role, "content": b.text} for b in fitted)
-    return View(reading.pov, messages, segments, stop, tools=tuple(tools))
+    here = [e.index for e in entries if e.index is not None]
+    dropped = 1 + max(here, default=-1) - len(here)
+    return View(reading.pov, messages, segments, stop, dropped, tools=tuple(tools))
 
 
-def _blocks(entries: Sequence[Entry], reading: Reading, generate: bool) -> list[Block]:
+def _opening(template: ChatTemplate | None) -> Piece:
+    """What opens a block of reasoning whose own opening was part of the prompt it was sampled after."""
+    text = (template.opening if template is not None else "") or f"{TAGS[0][0]}\n"
+    ids = template.encoder.encode(text) if template is not None else None
+    return Piece(text=text, ids=ids, part="scaffold")
+
+
+def _blocks(entries: Sequence[Entry], reading: Reading, generate: bool, opening: Piece) -> list[Block]:
     blocks: list[Block] = []
     if system := [s for s in reading.system if s]:
         blocks.append(Block(role="system", pieces=_joined([Piece(text=s) for s in system])))
+    place = 0
     for entry in entries:
-        blocks += [_aside(item) for item in reading.private if item.at == entry.index]
+        if entry.index is not None:  # an item whose message was left out stands before the next one
+            blocks += _asides(reading, place, entry.index)
+            place = entry.index + 1
         own = entry.message.author == reading.pov
         if own and blocks and blocks[-1].role == "assistant":
-            blocks.append(Block(role="user", pieces=(Piece(text=reading.continue_prompt, part="scaffold"),)))
-        blocks += _own(entry, reading) if own else [_other(entry, reading)]
-    count = 1 + max((e.index for e in entries if e.index is not None), default=-1)
-    blocks += [_aside(item) for item in reading.private if item.at is not None and item.at >= count]
+            blocks.append(_continue(reading))
+        blocks += _own(entry, reading, opening) if own else [_other(entry, reading)]
+    blocks += _asides(reading, place, place)
     if generate and blocks and blocks[-1].role == "assistant":
-        blocks.append(Block(role="user", pieces=(Piece(text=reading.continue_prompt, part="scaffold"),)))
+        blocks.append(_continue(reading))
     return blocks
 
 
-def _aside(item: ContextItem) -> Block:
-    return Block(role="user", pieces=(Piece(text=item.content),))
+def _continue(reading: Reading) -> Block:
+    return Block(role="user", pieces=(Piece(text=reading.continue_prompt, part="scaffold"),))
+
+
+def _asides(reading: Reading, first: int, last: int) -> list[Block]:
+    """The private items that stand before one of the messages `first` to `last`."""
+    items = [item for item in reading.private if item.at is not None and first <= item.at <= last]
+    return [Block(role="user", pieces=(Piece(text=item.content),)) for item in items]
 
 
 def _joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
@@ -175,49 +200,45 @@ def _joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
 
 def _other(entry: Entry, reading: Reading) -> Block:
     message = entry.message
-    pieces = (
-        [Piece(text=f"{message.author}: ", speaker=message.author, part="scaffold")]
-        if reading.show_names
-        else []
-    )
+    place: dict[str, Any] = {"message": entry.index, "turn": entry.turn, "speaker": message.author}
+    pieces = [Piece(text=f"{message.author}: ", part="scaffold", **place)] if reading.show_names else []
     if reading.visibility == "all" and (thought := message.metadata.get("reasoning")):
-        pieces.append(
-            Piece(text=f"<think>\n{thought}\n</think>\n\n", speaker=message.author, channel="reasoning")
-        )
-    pieces.append(_said(message, reading))
-    return Block(
-        role="user", pieces=tuple(pieces), message=entry.index, turn=entry.turn, speaker=message.author
-    )
+        pieces.append(Piece(text=f"<think>\n{thought}\n</think>\n\n", channel="reasoning", **place))
+    ids = answer_ids(message) if shares_ids(message, reading) else None
+    channel: Channel | None = "answer" if message.token_ids else None
+    pieces.append(Piece(text=message.content, ids=ids, channel=channel, **place))
+    return Block(role="user", pieces=tuple(pieces), **place)
 
 
-def _said(message: Message, reading: Reading) -> Piece:
-    """The words of somebody else: the sampled ids where reader and speaker share a tokenizer."""
-    exact = shares_ids(message, reading) and not message.metadata.get("control_ids")
-    ids = answer_ids(message) if exact else None
-    return Piece(
-        text=message.content, ids=ids, speaker=message.author, channel="answer" if message.token_ids else None
-    )
-
-
-def _own(entry: Entry, reading: Reading) -> list[Block]:
+def _own(entry: Entry, reading: Reading, opening: Piece) -> list[Block]:
     message = entry.message
     place: dict[str, Any] = {"message": entry.index, "turn": entry.turn, "speaker": reading.pov}
     blocks: list[Block] = []
     for step in message.metadata.get("tool_trail", ()):
-        blocks += trail_blocks(step, reading, **place)
+        blocks += trail_blocks(_bare(step) if reading.visibility == "strip" else step, reading, **place)
     exact = shares_ids(message, reading)
     pieces: list[Piece] = []
     thought = message.metadata.get("reasoning")
     if thought and reading.visibility in ("own", "all"):
         ids = reasoning_ids(message) if exact else None
         text = message.metadata.get("reasoning_text", f"<think>\n{thought}\n</think>\n\n")
-        pieces.append(Piece(text=text, ids=ids, speaker=reading.pov, generated=exact, channel="reasoning"))
+        if not text.lstrip().startswith(tuple(tag for tag, _ in TAGS)):
+            pieces.append(replace(opening, message=entry.index, turn=entry.turn))
+        pieces.append(Piece(text=text, ids=ids, generated=exact, channel="reasoning", **place))
     ids = answer_ids(message) if exact else None
     end = message.metadata.get("end_id") if exact else None
-    said = Piece(
-        text=message.content, ids=ids, speaker=reading.pov, generated=exact, channel="answer", end_id=end
+    pieces.append(
+        Piece(text=message.content, ids=ids, generated=exact, channel="answer", end_id=end, **place)
     )
-    return [*blocks, Block(role="assistant", pieces=(*pieces, said), **place)]
+    return [*blocks, Block(role="assistant", pieces=tuple(pieces), **place)]
+
+
+def _bare(step: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A round of a tool loop without its reasoning, also where the template had opened that."""
+    text = step["text"]
+    closing = next((end for begin, end in TAGS if end in text and begin not in text), None)
+    start = split(text, closing).start
+    return {**step, "text": text[start:], "ids": None} if start else step
 
 
 def trail_blocks(step: Mapping[str, Any], reading: Reading, **place: Any) -> list[Block]:
@@ -226,13 +247,14 @@ def trail_blocks(step: Mapping[str, Any], reading: Reading, **place: Any) -> lis
     asked = Piece(
         text=step["text"],
         ids=tuple(step["ids"]) if same else None,
-        speaker=reading.pov,
         generated=same,
         channel="tool_call",
         end_id=step.get("end_id") if same else None,
+        **place,
     )
-    blocks = [Block(role="assistant", pieces=(asked,), **place)]
-    return blocks + [Block(role="tool", pieces=(Piece(text=result),), **place) for result in step["results"]]
+    told = {**place, "speaker": None}
+    answers = [Block(role="tool", pieces=(Piece(text=r, **told),), **told) for r in step["results"]]
+    return [Block(role="assistant", pieces=(asked,), **place), *answers]
 
 
 def shares_ids(message: Message, reading: Reading) -> bool:
@@ -270,9 +292,8 @@ def _fit(blocks: list[Block], reading: Reading, template: ChatTemplate | None) -
         gap = (Piece(text="\n\n", part="scaffold"),) if rest[0].pieces else ()
         blocks = [replace(rest[0], pieces=(*system.pieces, *gap, *rest[0].pieces)), *rest[1:]]
     speaking = next((i for i, b in enumerate(blocks) if b.role != "system"), None)
-    if not traits.assistant_first and (speaking is None or blocks[speaking].role == "assistant"):
-        opener = Block(role="user", pieces=(Piece(text=reading.continue_prompt, part="scaffold"),))
-        blocks.insert(len(blocks) if speaking is None else speaking, opener)
+    if speaking is None or blocks[speaking].role == "assistant":
+        blocks.insert(len(blocks) if speaking is None else speaking, _continue(reading))
     return blocks if traits.repeats else _merged(blocks)
 
 
@@ -280,9 +301,8 @@ def _merged(blocks: list[Block]) -> list[Block]:
     """Merge neighbours of one role; each keeps its own span inside the merged message."""
     out: list[Block] = []
     for block in blocks:
-        if out and out[-1].role == block.role and block.role != "system":
-            own = tuple(replace(p, message=block.message, turn=block.turn) for p in block.pieces)
-            pieces = (*out[-1].pieces, Piece(text="\n\n", part="scaffold"), *own)
+        if out and out[-1].role == block.role:
+            pieces = (*out[-1].pieces, Piece(text="\n\n", part="scaffold"), *block.pieces)
             out[-1] = replace(out[-1], pieces=pieces)
         else:
             out.append(block)

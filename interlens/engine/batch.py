@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from interlens.engine.attention import PassPlan, plan_pass, switched_on
-from interlens.engine.kv import BLOCK, Holder, Prefixes, Segment, Slots, block_keys
+from interlens.engine.kv import BLOCK, Holder, Prefixes, Segment, Slots
+from interlens.engine.resident import Resident
 from interlens.engine.rows import Row, RowRequest, Text
 from interlens.engine.sampler import Draw, raw_statistics, sample
 from interlens.errors import EngineError
@@ -54,7 +55,7 @@ class Engine:
         """Called with a row and the logits `[V]` its next token is drawn from; for tests and self-tests."""
         self._done: list[Completion] = []
         self._numbers = itertools.count()
-        self._stamp: tuple[int, int] | None = None
+        self._resident = Resident(model)
         self._began: dict[int, float] = {}
 
     # -- requests
@@ -92,15 +93,18 @@ class Engine:
     @torch.no_grad()
     def step(self) -> list[Completion]:
         """One pass over the model; returns the rows that finished."""
-        # 1. leave: rows that ended, or were cancelled
+        # 1. keys that were computed with other weights or hooks are not used again
+        self._notice()
+        # 2. leave: rows that were cancelled
         for row in [r for r in self.rows if r.done]:
             self._retire(row)
-        # 2. join: waiting rows take free places, with what is resident of their prompt
+        # 3. join: waiting rows take free places, with what is resident of their prompt
         self._admit()
-        # 3. run one packed pass
+        # 4. run one packed pass; rows that ended leave
         if self.rows:
             try:
-                self._advance()
+                with self._resident.borrowed():
+                    self._advance()
             except Exception as error:
                 self._fail_all(error)
         for row in [r for r in self.rows if r.done]:
@@ -111,21 +115,17 @@ class Engine:
     def _admit(self) -> None:
         if not self.waiting:
             return
-        self._check_model()
         self.waiting.sort(key=lambda r: (r.request.priority, r.ticket.number))
-        coming = {
-            key
-            for r in self.rows
-            if r.prefilling and r.request.reuse
-            for key in block_keys(r.request.ids)[len(r.keys) :]
-        }
+        coming = {key for r in self.rows if r.prefilling and r.shares for key in r.blocks[len(r.keys) :]}
         for row in list(self.waiting):
             alone = row.request.exclusive or any(r.request.exclusive for r in self.rows)
             if len(self.rows) >= self.max_rows or (alone and self.rows):
                 break
-            keys = block_keys(row.request.ids) if row.request.reuse else []
+            row.shares = row.request.reuse and not self._resident.hooked
+            keys = row.blocks if row.shares else []
             holder, n = self.prefixes.find(row.request.ids, keys)
-            if any(k in coming for k in keys[n // BLOCK : (len(row.request.ids) - 1) // BLOCK]):
+            most = self._reusable(row, len(row.request.ids) - 1)
+            if any(k in coming for k in keys[n // BLOCK : most // BLOCK]):
                 row.shared = True  # a mate is computing this prefix right now: take it afterwards
                 continue
             self.waiting.remove(row)
@@ -139,7 +139,7 @@ class Engine:
         n = min(n, len(row.request.ids) - 1)  # one token at least is run: its logits are needed
         usable = self._reusable(row, n)
         row.recomputed = n - usable
-        self.slots.fit(len(self.rows), max(len(r.request.ids) + 1 for r in self.rows))
+        self._make_room()
         if usable and holder is not None:
             if holder.kept is not None:
                 self.slots.put(row.slot, holder.kept, usable)
@@ -147,9 +147,12 @@ class Engine:
                 self.slots.copy(holder.slot, row.slot, usable)
         row.past = row.reused = usable
         row.holder = Holder(list(row.request.ids[:usable]), row.slot)
-        if row.request.reuse:
+        if row.shares:
             row.grow_keys()
             self.prefixes.grow(row.holder, row.keys)
+
+    def _make_room(self) -> None:
+        self.slots.fit(len(self.rows), max(r.length for r in self.rows) + 1)
 
     def _reusable(self, row: Row, n: int) -> int:
         """Positions that a capture or the caller wants to see are run again; their keys come out the same."""
@@ -174,22 +177,24 @@ class Engine:
             segments.append(Segment(row.slot, row.past, at, len(ids)))
             at += len(ids)
         logits, index, kept = self._pass(work, segments)
+        ends_BV = logits[[end - 1 for _, end in index]].float()
         self._collect(work, segments, kept)
+        self._refuse_unsound([row for row, _ in work], ends_BV)
         drawing = []
         for place, (row, ids) in enumerate(work):
             self.prefilled += len(ids) if row.prefilling else 0
             row.past += len(ids)
             if row.holder is not None:
                 row.holder.ids.extend(ids)
-                if row.request.reuse:
+                if row.shares:
                     row.grow_keys()
                     self.prefixes.grow(row.holder, row.keys)
-            begin, end = index[place]
             if row.request.all_logits:
+                begin, end = index[place]
                 row.logits.append(logits[begin:end].float().cpu())
-            if not row.prefilling:
-                drawing.append((row, end - 1))
-        self._draw(drawing, logits)
+            if not row.prefilling and row.finish is None:
+                drawing.append(place)
+        self._draw([work[place][0] for place in drawing], ends_BV[drawing])
 
     def _pass(
         self, work: Sequence[tuple[Row, list[int]]], segments: list[Segment]
@@ -203,7 +208,7 @@ class Engine:
             begin = len(keep)
             keep += range(s.start, s.start + s.n) if row.request.all_logits else [s.start + s.n - 1]
             index.append((begin, len(keep)))
-        self.slots.fit(len(self.rows), max(s.past + s.n for s in segments))
+        self._make_room()
         plan: PassPlan = plan_pass(self.slots, segments, self.dtype, self.device)
         self.slots.segments, self.slots.plan = segments, plan
 
@@ -239,58 +244,64 @@ class Engine:
     ) -> None:
         at = dict.fromkeys(kept, 0)
         for (row, ids), s in zip(work, segments, strict=True):
-            if not (offsets := row.wants(s.past, len(ids))) or row.request.plan is None:
+            if row.finish == "error" or not (offsets := row.wants(s.past, len(ids))):
                 continue
+            assert row.request.plan is not None
             chunk = {}
             for address in row.request.plan.captures:
                 chunk[address] = kept[address][at[address] : at[address] + len(offsets)].to("cpu", copy=True)
                 at[address] += len(offsets)
             row.kept.append(([s.past + o for o in offsets], chunk))
 
-    def _draw(self, drawing: Sequence[tuple[Row, int]], logits: torch.Tensor) -> None:
-        for row, _ in drawing:
+    def _refuse_unsound(self, rows: Sequence[Row], ends_BV: torch.Tensor) -> None:
+        """End the rows whose logits are no numbers; a bad key shows in the logits of every token after it."""
+        for row, sound in zip(rows, torch.isfinite(ends_BV.amax(-1)).tolist(), strict=True):
+            if not sound:
+                self._fail(
+                    row,
+                    row.error
+                    or EngineError(
+                        "the model's logits are not numbers (NaN or infinite): check its weights and dtype"
+                    ),
+                )
+
+    def _draw(self, rows: list[Row], rows_BV: torch.Tensor) -> None:
+        for row in rows:
             if row.request.max_new_tokens == 0:
                 row.finish = "length"
-        drawing = [(row, at) for row, at in drawing if row.finish is None]
-        if not drawing:
+        live = [i for i, row in enumerate(rows) if row.finish is None]
+        if not live:
             return
-        rows, rows_BV = self._sound([r for r, _ in drawing], logits[[at for _, at in drawing]].float())
-        if not rows:
-            return
+        if len(live) < len(rows):
+            rows, rows_BV = [rows[i] for i in live], rows_BV[live]
         if self.watch is not None:
             for row, logits_V in zip(rows, rows_BV, strict=True):
                 self.watch(row, logits_V)
         draws = [Draw(r.request.sampling, r.request.uniform(len(r.out)), r.request.ids, r.out) for r in rows]
-        tokens = sample(rows_BV, draws)
-        self._note(rows, rows_BV, tokens)
-        for row, token in zip(rows, tokens, strict=True):
+        drawn = sample(rows_BV, draws)
+        self._note(rows, rows_BV, drawn)
+        for row, token in zip(rows, drawn, strict=True):
+            if token is None:
+                self._fail(
+                    row, EngineError("logit_bias and penalties leave this row no token that could be drawn")
+                )
+                continue
             try:
                 row.take(token)
             except Exception as error:  # a subscriber or a decoder failed: this row ends, nobody else
-                row.error, row.finish = error, "error"
+                self._fail(row, error)
 
-    def _sound(self, rows: list[Row], rows_BV: torch.Tensor) -> tuple[list[Row], torch.Tensor]:
-        """End the rows whose logits are no numbers; return the others."""
-        sound = torch.isfinite(rows_BV.amax(-1)).tolist()
-        if all(sound):
-            return rows, rows_BV
-        for row, fine in zip(rows, sound, strict=True):
-            if not fine:
-                row.error = EngineError(
-                    "the model's logits are not numbers (NaN or infinite): check its weights and dtype"
-                )
-                row.finish = "error"
-                self.slots.wipe(row.slot)
-        live = [i for i, fine in enumerate(sound) if fine]
-        return [rows[i] for i in live], rows_BV[live]
-
-    def _note(self, rows: Sequence[Row], logits_BV: torch.Tensor, tokens: Sequence[int]) -> None:
-        asked = [i for i, r in enumerate(rows) if r.request.logprobs is not None]
+    def _note(self, rows: Sequence[Row], logits_BV: torch.Tensor, drawn: Sequence[int | None]) -> None:
+        asked = [
+            (i, t)
+            for i, (r, t) in enumerate(zip(rows, drawn, strict=True))
+            if t is not None and r.request.logprobs is not None
+        ]
         if not asked:
             return
-        some = logits_BV[asked]
-        logp, entropy = raw_statistics(some, [tokens[i] for i in asked])
-        for place, i in enumerate(asked):
+        some = logits_BV[[i for i, _ in asked]]
+        logp, entropy = raw_statistics(some, [t for _, t in asked])
+        for place, (i, _) in enumerate(asked):
             row = rows[i]
             row.logprobs.append(logp[place])
             row.entropy.append(entropy[place])
@@ -304,12 +315,9 @@ class Engine:
         """Park the row's keys, close the gap, and give its completion."""
         holder = row.holder
         assert holder is not None
-        if row.finish == "error" or not row.request.reuse or row.past < BLOCK:
-            self.prefixes.forget(holder)
-        else:
-            live_blocks = list(row.keys)
-            self.prefixes.forget(holder)
-            self.prefixes.park(holder, self.slots.take(row.slot, row.past), live_blocks)
+        self.prefixes.forget(holder)
+        if row.finish != "error" and row.shares and row.past >= BLOCK and self.prefixes.limit_bytes:
+            self.prefixes.park(holder, self.slots.take(row.slot, row.past), row.keys)
         last = self.rows.pop()
         if last is not row:
             self.slots.copy(last.slot, row.slot, last.past)
@@ -354,19 +362,29 @@ class Engine:
     def _fail_all(self, error: Exception) -> None:
         """The pass itself failed: every row in it ends with the error, the engine goes on."""
         for row in self.rows:
-            row.error, row.finish = error, "error"
-            self.slots.wipe(row.slot)
+            self._fail(row, error)
+
+    def _fail(self, row: Row, error: BaseException) -> None:
+        """End one row; what its slot held cannot reach the next one."""
+        row.error, row.finish = error, "error"
+        self.slots.wipe(row.slot)
 
     # -- the model may change between steps
 
-    def _check_model(self) -> None:
-        """Parked keys are of the weights and hooks that made them: drop them when either has changed."""
-        weights = sum(p._version for p in self.model.parameters())
-        hooks = sum(sum(m._forward_hooks) + sum(m._forward_pre_hooks) for m in self.model.modules())
-        if self._stamp is not None and self._stamp != (weights, hooks) and not self.rows:
+    def _notice(self) -> None:
+        """Drop parked keys when weights or hooks have changed; live rows go on, but are no one's prefix.
+
+        The weights themselves are read when rows come to an idle engine; while rows are live, an edit that
+        goes through `.data` is not seen.
+        """
+        if not self.rows and not self.waiting:
+            return
+        if self._resident.changed(thorough=not self.rows):
             self.prefixes.clear()
-        if self._stamp is None or not self.rows:
-            self._stamp = (weights, hooks)
+            for row in self.rows:
+                row.shares = False
+                if row.holder is not None:
+                    self.prefixes.forget(row.holder)
 
     def close(self) -> None:
         """Free all keys."""

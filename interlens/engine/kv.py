@@ -94,19 +94,19 @@ class Slots(Cache):
         self.values = torch.zeros_like(self.keys)
 
     def fit(self, n_slots: int, length: int) -> None:
-        """Make room; shrink the length when the longest row has become much shorter."""
+        """Make room, with some to grow into; shrink when the longest row has become much shorter."""
         wanted = max(PAD, -(-length // PAD) * PAD)
         slots = self.n_slots
         while slots < n_slots:
             slots = max(4, 2 * slots)
         if wanted <= self.length <= wanted + 4 * PAD and slots == self.n_slots:
             return
-        self.n_slots, self.length = slots, wanted
+        self.n_slots, self.length = slots, wanted + 2 * PAD
         if self.keys is None or self.values is None:
             return
         old_keys, old_values = self.keys, self.values
         self._allocate(old_keys[0])
-        rows, short = min(slots, old_keys.shape[1]), min(wanted, old_keys.shape[3])
+        rows, short = min(slots, old_keys.shape[1]), min(self.length, old_keys.shape[3])
         self.keys[:, :rows, :, :short] = old_keys[:, :rows, :, :short]
         self.values[:, :rows, :, :short] = old_values[:, :rows, :, :short]
 

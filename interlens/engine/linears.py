@@ -1,23 +1,53 @@
 """Linear layers prepacked for the CPU: one row's product does not depend on how many rows are beside it, and
 is faster.
 
-The modules keep their weights, names and hooks; only the instance's `forward` is set, once. With gradients
-the plain product runs; a weight that was changed is packed again. The operators are private to torch, so
-`usable` tries them before anything is replaced.
+The modules keep their weights, names and hooks; only the instance's `forward` is set, once. Packed copies are
+used inside `switched_on` alone, which is the engine's step: whatever the user runs goes through the plain
+product, with gradients and with weights as they are now. A weight that was changed is packed again. The
+operators are private to torch, so `usable` tries them before anything is replaced.
 """
 
-import types
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+_PACKED, _SWITCH = "_interlens_packed", "_interlens_switch"
+
+
+class Switch:
+    """Whether the packed copies of one model are in use."""
+
+    on = False
+
+
+class Packed:
+    """One layer's packed weight; a copy of the module, or a pickled one, packs its own."""
+
+    def __init__(self, switch: Switch) -> None:
+        self.switch = switch
+        self.stamp: tuple[int, int, int] | None = None
+        self.weight: torch.Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Packed":
+        return Packed(copy.deepcopy(self.switch, memo))
+
+    def __reduce__(self) -> tuple[type["Packed"], tuple[Switch]]:
+        return Packed, (self.switch,)
 
 
 def usable(dtype: torch.dtype) -> bool:
     """Whether this build of torch has the packed product and gets it right."""
     if not torch.backends.mkldnn.is_available() or dtype not in (torch.float32, torch.bfloat16):  # type: ignore[no-untyped-call]
         return False
-    weight, x = torch.randn(64, 32).to(dtype), torch.randn(3, 32).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 32, generator=generator).to(dtype)
+    x = torch.randn(3, 32, generator=generator).to(dtype)
     try:
         ours = _product(x, _pack(weight), None)
     except (RuntimeError, AttributeError, NotImplementedError):
@@ -28,18 +58,45 @@ def usable(dtype: torch.dtype) -> bool:
 
 
 def pack(model: torch.nn.Module) -> int:
-    """Prepack every plain `nn.Linear` on the CPU; return how many."""
+    """Prepack every plain `nn.Linear` and `Conv1D` on the CPU; return how many were new."""
+    switch = vars(model).setdefault(_SWITCH, Switch())
     count = 0
     for module in model.modules():
         if (
-            type(module) is torch.nn.Linear
+            type(module) in (torch.nn.Linear, Conv1D)
             and module.weight.device.type == "cpu"
             and "forward" not in vars(module)
         ):
-            vars(module)["_interlens_packed"] = None
-            module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
+            vars(module)[_PACKED] = Packed(switch)
+            module.forward = partial(_forward, module)  # type: ignore[method-assign]
             count += 1
     return count
+
+
+def refresh(model: torch.nn.Module) -> None:
+    """Weights may have changed in ways a stamp does not show: pack them again at their next use."""
+    if _SWITCH not in vars(model):
+        return
+    pack(model)
+    for module in model.modules():
+        if (packed := vars(module).get(_PACKED)) is not None:
+            packed.stamp = packed.weight = None
+
+
+@contextmanager
+def switched_on(model: torch.nn.Module) -> Iterator[None]:
+    """Use the packed copies inside the block, where there are any."""
+    switch = vars(model).get(_SWITCH, Switch())
+    before, switch.on = switch.on, True
+    try:
+        yield
+    finally:
+        switch.on = before
+
+
+def stamp_of(weight: torch.Tensor) -> tuple[int, int, int]:
+    """Changes when a tensor is replaced or edited, but for edits through `.data`, which leave no mark."""
+    return id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:
@@ -55,14 +112,17 @@ def _product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -
     return op(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    weight = self.weight
-    if torch.is_grad_enabled() and (weight.requires_grad or input.requires_grad):
-        return F.linear(input, weight, self.bias)
-    if input.dtype != weight.dtype or input.device.type != "cpu":
-        return F.linear(input, weight, self.bias)
-    stamp = (id(weight), weight._version)
-    known = vars(self)["_interlens_packed"]
-    if known is None or known[0] != stamp:
-        known = vars(self)["_interlens_packed"] = (stamp, _pack(weight))
-    return _product(input, known[1], self.bias)
+def _forward(self: Any, input: torch.Tensor) -> Any:
+    weight, packed = self.weight, vars(self)[_PACKED]
+    if (
+        not packed.switch.on
+        or torch.is_grad_enabled()
+        or input.dtype != weight.dtype
+        or input.device.type != "cpu"
+        or weight.device.type != "cpu"
+    ):
+        return type(self).forward(self, input)
+    stamp = stamp_of(weight)
+    if packed.stamp != stamp:
+        packed.stamp, packed.weight = stamp, _pack(weight.t() if type(self) is Conv1D else weight)
+    return _product(input, packed.weight, self.bias)

@@ -10,9 +10,12 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from interlens.engine.tiny import tiny_model, tiny_tokenizer
 from interlens.errors import ModelError, require
@@ -61,16 +64,37 @@ def bundled_folder() -> Path | None:
     except OSError:
         return None
     try:
-        model, tokenizer = _read_gguf(gguf)
-        model.save_pretrained(work)
-        tokenizer.save_pretrained(work)
+        with quiet():
+            model, tokenizer = _read_gguf(gguf)
+            model.save_pretrained(work)
+            tokenizer.save_pretrained(work)
         with contextlib.suppress(OSError):  # another process was first: its copy is as good
             os.rename(work, folder)
-    except OSError:
+    except (OSError, SafetensorError):  # the disk is full, say
         return None
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return folder if (folder / "config.json").exists() else None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and no log lines below errors from transformers inside the block."""
+    from transformers import modeling_gguf_pytorch_utils
+    from transformers.utils import logging as theirs
+
+    reading: Any = modeling_gguf_pytorch_utils
+    bars, level, bar = theirs.is_progress_bar_enabled(), theirs.get_verbosity(), reading.tqdm
+    theirs.disable_progress_bar()
+    theirs.set_verbosity_error()
+    reading.tqdm = lambda items, **_: items  # this module asks nobody whether bars are wanted
+    try:
+        yield
+    finally:
+        reading.tqdm = bar
+        theirs.set_verbosity(level)
+        if bars:
+            theirs.enable_progress_bar()
 
 
 def _read_gguf(gguf: Path) -> tuple[Any, Any]:
@@ -94,6 +118,8 @@ def place_of(name: str) -> tuple[str, dict[str, Any]]:
     """What transformers should be asked for: a path or id, and extra arguments. Local mistakes are found
     here.
     """
+    if not name.strip():
+        raise ModelError(f'a model needs a name: a folder, a hub id, "smollm2" or "tiny"; got {name!r}')
     if name == BUNDLED:
         folder = bundled_folder()
         if folder is not None:
@@ -114,7 +140,7 @@ def place_of(name: str) -> tuple[str, dict[str, Any]]:
         return str(path), {}
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix in (".gguf", ".safetensors"):
         raise ModelError(f"there is no model folder at {name}")
-    if name.count("/") > 1 or not name.strip():
+    if name.count("/") > 1:
         raise ModelError(f'{name!r} is neither a folder nor a hub id ("owner/name"), "smollm2" or "tiny"')
     return name, {}
 
@@ -198,48 +224,78 @@ def read_model(
     name: str,
     *,
     revision: str | None = None,
-    dtype: str | None = None,
+    dtype: Any = None,
     device: str | None = None,
     quant: str | None = None,
     adapter: str | None = None,
-    **options: Any,
+    trust_remote_code: bool = False,
+    max_memory: Any = None,
 ) -> Any:
     """Load weights; `device` may be `auto` for sharded placement. The global random generators are left
     alone.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
-    device = device or best_device()
-    wanted = getattr(torch, dtype) if dtype is not None else (torch.float32 if device == "cpu" else "auto")
-    if name == TINY:
-        return tiny_model(dtype=dtype or "float32").to("cpu" if device == "auto" else device)
     if quant is not None:
         raise ValueError(
             f"quant={quant!r} is not available; give a checkpoint that is quantised already, or dtype="
         )
+    if max_memory is not None and device != "auto":
+        raise ValueError(f'max_memory is for device="auto"; the device is {device!r}')
+    device = device or best_device()
+    wanted: Any = _dtype(dtype) or (torch.float32 if device == "cpu" else "auto")
+    if name == TINY:
+        if adapter is not None:
+            raise ValueError('"tiny" takes no adapter')
+        return tiny_model(dtype="float32" if wanted == "auto" else str(wanted).removeprefix("torch.")).to(
+            "cpu" if device == "auto" else device
+        )
     place, extra = place_of(name)
     base = _adapter_base(place)
-    placing = {"device_map": "auto"} if device == "auto" else {}
-    if placing and (memory := options.pop("max_memory", None)) is not None:
-        placing["max_memory"] = memory
-    with torch.random.fork_rng(devices=[]):
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                base or place,
-                revision=revision,
-                dtype=wanted,
-                trust_remote_code=bool(options.get("trust_remote_code")),
-                **placing,
-                **extra,
-            )
-        except (OSError, ValueError) as error:
-            raise _absent(name, "weights", error) from error
+    placing: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
+    if max_memory is not None:
+        placing["max_memory"] = dict(max_memory)
+    with torch.random.fork_rng(devices=[]), quiet() if name == BUNDLED else contextlib.nullcontext():
+        model = _whole(
+            name,
+            base or place,
+            revision=revision,
+            dtype=wanted,
+            trust_remote_code=trust_remote_code,
+            **placing,
+            **extra,
+        )
         if adapter or base:
             peft = require("peft", "a LoRA adapter", "lora")
             model = peft.PeftModel.from_pretrained(model, adapter or place).merge_and_unload()
-    placed: Any = model if placing else model.to(device)  # type: ignore[arg-type]
-    return placed.eval()
+    return (model if placing else model.to(device)).eval()
+
+
+def _whole(name: str, place: str, **options: Any) -> Any:
+    """A model whose every tensor was read: transformers would make up what is missing."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        read: Any = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True, **options)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _absent(name, "weights", error) from error
+    model, found = read
+    if missing := sorted(found["missing_keys"]):
+        raise ModelError(
+            f'the weights of "{name}" lack {len(missing)} of the tensors its config asks for: '
+            f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
+        )
+    return model
+
+
+def _dtype(dtype: Any) -> Any:
+    import torch
+
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f'dtype is "float32", "bfloat16" or "float16"; got {dtype!r}')
+    return getattr(torch, dtype)
 
 
 def _adapter_base(place: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from interlens.engine.kv import BLOCK, Holder, block_keys
@@ -89,6 +90,8 @@ class Row:
     keys: list[bytes] = field(default_factory=list)
     holder: Holder | None = None
     slot: int = -1
+    shares: bool = False
+    """Whether other rows may use this row's keys, now and when they are parked."""
     out: list[int] = field(default_factory=list)
     past: int = 0
     """Positions whose keys are resident."""
@@ -110,6 +113,7 @@ class Row:
     stop_at: int | None = None
 
     def __post_init__(self) -> None:
+        self.shares = self.request.reuse
         if self.request.plan is not None:
             self.chosen = frozenset(self.request.plan.prompt)
 
@@ -117,6 +121,16 @@ class Row:
     def ids(self) -> Sequence[int]:
         """Prompt and reply."""
         return (*self.request.ids, *self.out)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and reply."""
+        return len(self.request.ids) + len(self.out)
+
+    @cached_property
+    def blocks(self) -> list[bytes]:
+        """The keys of the prompt's whole blocks."""
+        return block_keys(self.request.ids)
 
     def pending(self, budget: int) -> list[int]:
         """The ids to run next: the rest of the prompt, in pieces of at most `budget`, or the last token
@@ -133,7 +147,7 @@ class Row:
         if self.finish is None:
             return False
         plan = self.request.plan
-        owed = plan is not None and bool(plan.captures) and plan.generated and self.past < len(self.ids)
+        owed = plan is not None and bool(plan.captures) and plan.generated and self.past < self.length
         return not owed or self.finish in ("error", "cancelled")
 
     @property
@@ -174,24 +188,20 @@ class Row:
 
     def _read(self, new: str) -> None:
         assert self.text is not None
-        if self.request.stop and new:
-            said = self.request.said + self.text.text
-            reach = max(len(s) for s in self.request.stop) + len(new)
-            found = [at for s in self.request.stop if (at := said.find(s, max(0, len(said) - reach))) >= 0]
-            if found:
-                self.finish, self.stop_at = "stop", max(0, min(found) - len(self.request.said))
-                return
-        self._tell(len(self.text.text) - self._doubtful(self.text.text))
+        if not new:
+            return
+        said = self.request.said + self.text.text
+        fresh = len(said) - len(new)  # a stop ends in what is new
+        found = [at for s in self.request.stop if (at := said.find(s, max(0, fresh - len(s) + 1))) >= 0]
+        if found:
+            self.finish, self.stop_at = "stop", max(0, min(found) - len(self.request.said))
+        else:
+            self._tell(len(self.text.text) - self._doubtful(said))
 
-    def _doubtful(self, text: str) -> int:
+    def _doubtful(self, said: str) -> int:
         """How many characters at the end may still become part of a stop string."""
-        keep = 0
-        for s in self.request.stop:
-            for n in range(min(len(s) - 1, len(text)), keep, -1):
-                if text.endswith(s[:n]):
-                    keep = n
-                    break
-        return keep
+        begun = (n for s in self.request.stop for n in range(1, len(s)) if said.endswith(s[:n]))
+        return max(begun, default=0)
 
     def _tell(self, upto: int) -> None:
         if self.text is not None and upto > self.told and self.request.on_delta is not None:

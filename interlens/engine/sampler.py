@@ -12,6 +12,13 @@ import torch
 
 from interlens.request import SamplingParams
 
+COLDEST, HOTTEST = 1e-30, 1e30
+"""Temperatures are kept within these: a quotient beyond them is no longer a number in fp32."""
+WIDTH = 512
+"""Tokens summed at a time."""
+HEAD = 1024
+"""Probabilities that are put in order first; more are where these are not enough."""
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -33,30 +40,59 @@ def raw_statistics(logits_BV: torch.Tensor, tokens: Sequence[int]) -> tuple[list
     return chosen.tolist(), (-terms.sum(-1)).tolist()
 
 
-def sample(logits_BV: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """One token per row."""
+def sample(logits_BV: torch.Tensor, draws: Sequence[Draw]) -> list[int | None]:
+    """One token per row; `None` where a row's settings leave no token to draw."""
     x = logits_BV.float()
+    out: list[int | None] = [None] * len(draws)
     touched = [i for i, d in enumerate(draws) if _adjusts(d.params)]
     if touched:
         x = x.clone()
         for i in touched:
             _adjust(x[i], draws[i])
-    out = x.argmax(-1).tolist()
-    hot = [i for i, d in enumerate(draws) if d.params.temperature > 0]
-    if not hot:
-        return out  # type: ignore[no-any-return]
-    rows = x if len(hot) == len(draws) else x[hot]
-    heat = torch.tensor([draws[i].params.temperature for i in hot], device=x.device)[:, None]
-    p = torch.softmax(rows / heat, -1)
-    for place, i in enumerate(hot):
-        if _cuts(draws[i].params):
-            p[place] = _cut(p[place], draws[i].params)
-    cdf = p.cumsum(-1, dtype=torch.float64)
-    u = torch.tensor([draws[i].uniform for i in hot], dtype=torch.float64, device=x.device)[:, None]
-    tokens = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)[:, 0].clamp_(max=p.shape[-1] - 1)
-    for i, token in zip(hot, tokens.tolist(), strict=True):
-        out[i] = token
-    return out  # type: ignore[no-any-return]
+    top = x.amax(-1)
+    possible = torch.isfinite(top).tolist()
+    cold = [i for i, d in enumerate(draws) if possible[i] and d.params.temperature == 0]
+    hot = [i for i, d in enumerate(draws) if possible[i] and d.params.temperature > 0]
+    if cold:
+        for i, token in zip(cold, x[cold].argmax(-1).tolist(), strict=True):
+            out[i] = token
+    if hot:
+        rows, top = (x, top) if len(hot) == len(draws) else (x[hot], top[hot])
+        for i, token in zip(hot, _draw(rows - top[:, None], [draws[i] for i in hot]), strict=True):
+            out[i] = token
+    return out
+
+
+def _draw(below_BV: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Inverse CDF; the logits are given relative to the largest, so that no temperature overflows them."""
+    heat = torch.tensor(
+        [min(max(d.params.temperature, COLDEST), HOTTEST) for d in draws], device=below_BV.device
+    )
+    p = torch.softmax(below_BV.div_(heat[:, None]), -1)
+    for i, d in enumerate(draws):
+        if _cuts(d.params):
+            p[i] = _cut(p[i], d.params)
+    u = torch.tensor([d.uniform for d in draws], dtype=torch.float64, device=p.device)
+    # first the block of tokens that the number falls into, then the token in it: one sum over all is enough
+    if more := -p.shape[1] % WIDTH:
+        p = torch.nn.functional.pad(p, (0, more))
+    blocks = p.view(len(draws), -1, WIDTH)
+    sums = blocks.sum(-1, dtype=torch.float64)
+    block, rest = _first_above(sums, u * sums.sum(-1))
+    chosen = blocks[torch.arange(len(draws), device=p.device), block].double()
+    token, _ = _first_above(chosen, rest)
+    return (block * WIDTH + token).tolist()
+
+
+def _first_above(weights_BN: torch.Tensor, target_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per row the first index whose cumulative weight exceeds the target, at most the last that has weight;
+    and how much of the target is left before it.
+    """
+    cdf = weights_BN.cumsum(-1)
+    index = torch.searchsorted(cdf, target_B[:, None], right=True)
+    index = torch.minimum(index, torch.searchsorted(cdf, cdf[:, -1:].clone()))
+    before = cdf.gather(1, index) - weights_BN.gather(1, index)
+    return index[:, 0], target_B - before[:, 0]
 
 
 def _adjusts(p: SamplingParams) -> bool:
@@ -70,8 +106,8 @@ def _adjust(row_V: torch.Tensor, draw: Draw) -> None:
     p = draw.params
     for token, bias in (p.logit_bias or {}).items():
         row_V[token] += bias
-    if p.repetition_penalty != 1 and (seen := sorted({*draw.prompt, *draw.reply})):
-        at = torch.tensor(seen, device=row_V.device)
+    if p.repetition_penalty != 1:
+        at = torch.tensor([*draw.prompt, *draw.reply], device=row_V.device)  # twice the same is written twice
         old = row_V[at]
         row_V[at] = torch.where(old > 0, old / p.repetition_penalty, old * p.repetition_penalty)
     if draw.reply and (p.presence_penalty or p.frequency_penalty):
@@ -88,18 +124,29 @@ def _cuts(p: SamplingParams) -> bool:
 
 
 def _cut(p_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Top-k, then top-p over what is left, then min-p; the kept tokens keep their proportions."""
-    ordered, index = p_V.sort(descending=True, stable=True)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
-    if params.top_k > 0:
-        keep[params.top_k :] = False
-    if params.top_p < 1:
-        kept = torch.where(keep, ordered, 0.0)
-        before = kept.cumsum(-1, dtype=torch.float64) - kept
-        keep &= before < params.top_p * kept.sum(dtype=torch.float64)
-    if params.min_p > 0:
-        keep &= ordered >= params.min_p * ordered[0]
-    keep[0] = True
-    out = torch.zeros_like(p_V)
-    out[index[keep]] = ordered[keep]
+    """Top-k, then top-p over what is left, then min-p; the kept tokens keep their proportions. Each keeps the
+    first of the tokens in order of probability (of equal ones, those with lower ids), so a count says which.
+    """
+    most = min(params.top_k or len(p_V), len(p_V))
+    n = most if params.top_k else min(HEAD, most)
+    head, kept = _head(p_V, n, params)
+    while kept == n < most:
+        n = min(8 * n, most)
+        head, kept = _head(p_V, n, params)
+    least = head[kept - 1]
+    out = torch.where(p_V > least, p_V, 0.0)
+    equal = (p_V == least).nonzero()[: kept - int(out.count_nonzero()), 0]
+    out[equal] = least
     return out
+
+
+def _head(p_V: torch.Tensor, n: int, params: SamplingParams) -> tuple[torch.Tensor, int]:
+    """The n largest probabilities, and how many of them are kept."""
+    head, kept = p_V.topk(n).values, n
+    if params.top_p < 1:
+        whole = (head if params.top_k else p_V).sum(dtype=torch.float64)
+        before = head.cumsum(0, dtype=torch.float64) - head
+        kept = int((before < params.top_p * whole).sum())
+    if params.min_p > 0:
+        kept = min(kept, int((head >= params.min_p * head[0]).sum()))
+    return head, max(kept, 1)

@@ -5,7 +5,8 @@ nothing is batched, so a row cannot depend on its mates, and nothing is reused b
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ class SlowEngine(Engine):
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._takes_positions = "position_ids" in parameters
+        self._rotary = growing(model)
 
     def submit(self, request: RowRequest) -> Ticket:
         """Queue a row; no prefix is shared."""
@@ -35,33 +37,76 @@ class SlowEngine(Engine):
     def _pass(
         self, work: Sequence[tuple[Row, list[int]]], segments: list[Segment]
     ) -> tuple[torch.Tensor, list[tuple[int, int]], dict[tuple[str, int], torch.Tensor]]:
-        logits, index, at = [], [], 0
+        logits: list[torch.Tensor] = []
+        index, at = [], 0
         kept: dict[tuple[str, int], list[torch.Tensor]] = {}
         for (row, ids), s in zip(work, segments, strict=True):
-            own = self._wanted([(row, ids)], [replace(s, start=0)])
-            with Session(self.model, own) as session:
-                out = self.model(**self._inputs(row, ids, s))
-            self._caches[row.ticket.number] = getattr(out, self._cache_name, None) or getattr(
-                out, "past_key_values", None
-            )
-            mine = out.logits[0] if row.request.all_logits else out.logits[0, -1:]
-            logits.append(mine)
-            index.append((at, at + len(mine)))
-            at += len(mine)
-            for address, tensor in session.kept.items():
+            try:
+                mine, own = self._alone(row, ids, s)
+            except Exception as error:  # nobody else was in this pass
+                self._fail(row, error)
+                mine, own = torch.full((1, logits[0].shape[-1] if logits else 1), torch.nan), {}
+            logits.append(mine if row.request.all_logits else mine[-1:])
+            index.append((at, at + len(logits[-1])))
+            at = index[-1][1]
+            for address, tensor in own.items():
                 kept.setdefault(address, []).append(tensor)
         self.steps += 1
         return torch.cat(logits), index, {address: torch.cat(parts) for address, parts in kept.items()}
 
-    def _inputs(self, row: Row, ids: list[int], s: Segment) -> dict[str, Any]:
-        inputs: dict[str, Any] = {"input_ids": torch.tensor([ids], device=self.device), "use_cache": True}
+    def _alone(
+        self, row: Row, ids: list[int], s: Segment
+    ) -> tuple[torch.Tensor, dict[tuple[str, int], torch.Tensor]]:
+        """Run one row: logits `[n, V]` and what the hooks kept."""
+        cache = self._caches.get(row.ticket.number)
+        before = s.past if cache is None else 0  # a model that gives no cache runs the whole sequence again
+        inputs: dict[str, Any] = {
+            "input_ids": torch.tensor([[*row.ids[:before], *ids]], device=self.device),
+            "use_cache": True,
+        }
         if self._takes_positions:
-            inputs["position_ids"] = torch.arange(s.past, s.past + s.n, device=self.device)[None]
-        if (cache := self._caches.get(row.ticket.number)) is not None:
+            inputs["position_ids"] = torch.arange(s.past - before, s.past + s.n, device=self.device)[None]
+        if cache is not None:
             inputs[self._cache_name] = cache
-        return inputs
+        wanted = self._wanted([(row, ids)], [replace(s, start=before)])
+        with own_frequencies(self._rotary), Session(self.model, wanted) as session:
+            out = self.model(**inputs)
+        cache = getattr(out, self._cache_name, None)
+        self._caches[row.ticket.number] = (
+            cache if cache is not None else getattr(out, "past_key_values", None)
+        )
+        return out.logits[0, -s.n :], session.kept
 
     def _retire(self, row: Row) -> None:
         self._caches.pop(row.ticket.number, None)
-        self.slots.fit(len(self.rows), 1)
         super()._retire(row)
+
+
+_FREQUENCIES = ("inv_freq", "max_seq_len_cached", "attention_scaling")
+
+
+def growing(model: Any) -> list[Any]:
+    """The rotary modules whose frequencies follow the longest sequence they have seen."""
+    kinds = ((m, str(getattr(m, "rope_type", ""))) for m in model.modules())
+    return [m for m, kind in kinds if "dynamic" in kind or "longrope" in kind]
+
+
+@contextmanager
+def own_frequencies(rotary: Sequence[Any]) -> Iterator[None]:
+    """Start from the checkpoint's frequencies, whatever ran before, and put back what there was."""
+    before = [
+        (m, k, v.clone() if isinstance(v, torch.Tensor) else v)
+        for m in rotary
+        for k, v in [*m._buffers.items(), *vars(m).items()]
+        if k.endswith(_FREQUENCIES)
+    ]
+    try:
+        for m, k, v in before:
+            if k.endswith("original_inv_freq"):
+                prefix = k.removesuffix("original_inv_freq")
+                setattr(m, f"{prefix}inv_freq", v.clone())
+                setattr(m, f"{prefix}max_seq_len_cached", m.original_max_seq_len)
+        yield
+    finally:
+        for m, k, v in before:
+            setattr(m, k, v)

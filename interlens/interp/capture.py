@@ -5,14 +5,16 @@ positions in the prompt, and whether generated tokens are wanted. What comes bac
 once the reply is known.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from interlens.chat.spans import Segment, Span, SpanLike
 from interlens.chat.view import View
-from interlens.interp.sites import absolute, parse
+from interlens.errors import StoreError, nearest
+from interlens.interp.sites import SITES, absolute, parse
 from interlens.request import digest_of
 
 if TYPE_CHECKING:
@@ -41,10 +43,12 @@ class Capture:
         layers = self.layers
         if layers is not None:
             items = (layers,) if isinstance(layers, int) else tuple(layers)
-            if not all(isinstance(n, int) for n in items):
-                raise TypeError(f"layers are whole numbers, got {layers!r}")
+            if not items or not all(isinstance(n, int) and not isinstance(n, bool) for n in items):
+                raise TypeError(f"layers are whole numbers, at least one, or None for all; got {layers!r}")
             object.__setattr__(self, "layers", items)
         sites = (self.sites,) if isinstance(self.sites, str) else tuple(self.sites)
+        if not sites:
+            raise ValueError(f"a capture needs a site; {nearest('', SITES)}")
         object.__setattr__(self, "sites", sites)
         if self.reduce not in (None, "mean", "last"):
             raise ValueError(f'reduce is None, "mean" or "last"; got {self.reduce!r}')
@@ -143,6 +147,8 @@ class Activation:
     tensor: "torch.Tensor"
     """`[positions, d]`, or `[1, d]` where reduced."""
     reduce: Reduce = None
+    n_layers: int | None = None
+    """Decoder layers of the model, so that a layer can be counted from the end; `None` where not known."""
     source: "Capture | None" = field(default=None, repr=False, compare=False)
     """The capture that asked for it; not stored."""
 
@@ -171,17 +177,19 @@ class Activations:
         layer: int | None = None,
         site: str | None = None,
     ) -> list[Activation]:
-        """Everything that matches; `site` may be an address, `turn` and `layer` may be negative."""
+        """Everything that matches. `site` may be an address; a negative `layer` counts from the model's last,
+        a negative `turn` from the last of the turns that match otherwise.
+        """
         if site is not None and "." in site:
-            [(site, layer)] = parse(site, None)
-        turns = sorted({a.turn for a in self.items})
-        layers = sorted({a.layer for a in self.items})
+            [(site, layer)] = parse(site, None if layer is None else (layer,))
+        wanted = {"participant": participant, "site": site}
+        found = [a for a in self.items if all(v is None or getattr(a, k) == v for k, v in wanted.items())]
+        if layer is not None:
+            found = [a for a in found if a.layer == _from_start(layer, a.n_layers)]
         if turn is not None and turn < 0:
-            turn = turns[turn] if -len(turns) <= turn else None
-        if layer is not None and layer < 0:
-            layer = layers[layer] if -len(layers) <= layer else None
-        wanted = {"participant": participant, "turn": turn, "layer": layer, "site": site}
-        return [a for a in self.items if all(v is None or getattr(a, k) == v for k, v in wanted.items())]
+            turns = sorted({a.turn for a in found})
+            turn = turns[turn] if -turn <= len(turns) else turn
+        return [a for a in found if turn is None or a.turn == turn]
 
     def at(
         self,
@@ -223,41 +231,31 @@ class Activations:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file; the addresses are the tensors' names."""
-        import torch
+        """Write a safetensors file; the addresses are in its header."""
         from safetensors.torch import save_file
 
-        tensors: dict[str, torch.Tensor] = {}
-        for number, a in enumerate(self.items):
-            name = f"{number:05d}/{a.participant}/{a.turn}/{a.site}.{a.layer}/{a.reduce or 'all'}"
-            tensors[name] = a.tensor.contiguous()
-            tensors[name + "/positions"] = torch.tensor(a.positions, dtype=torch.int64)
-        save_file(tensors, str(path))
+        rest = [{f: getattr(a, f) for f in _ADDRESS} for a in self.items]
+        tensors = {f"{n:05d}": a.tensor.detach().clone().contiguous() for n, a in enumerate(self.items)}
+        save_file(tensors, str(path), {"activations": json.dumps(rest)})
 
     @classmethod
     def load(cls, path: str | Path) -> "Activations":
         """Read what `save` wrote."""
-        from safetensors.torch import load_file
+        from safetensors import safe_open
 
-        stored = load_file(str(path))
-        out = cls()
-        for name in sorted(n for n in stored if not n.endswith("/positions")):
-            _, participant, turn, address, reduce = name.split("/")
-            site, _, layer = address.partition(".")
-            positions = tuple(stored[name + "/positions"].tolist())
-            kept: Any = None if reduce == "all" else reduce
-            out.items.append(
-                Activation(
-                    participant=participant,
-                    turn=int(turn),
-                    site=site,
-                    layer=int(layer),
-                    positions=positions,
-                    tensor=stored[name],
-                    reduce=kept,
-                )
+        with safe_open(str(path), framework="pt") as stored:
+            header = stored.metadata() or {}
+            if "activations" not in header:
+                raise StoreError(f"{path} was not written by Activations.save: its header names no addresses")
+            rest = json.loads(header["activations"])
+            return cls(
+                [
+                    Activation(
+                        **{**r, "positions": tuple(r["positions"])}, tensor=stored.get_tensor(f"{n:05d}")
+                    )
+                    for n, r in enumerate(rest)
+                ]
             )
-        return out
 
     def __repr__(self) -> str:
         sites = sorted({f"{a.site}.{a.layer}" for a in self.items})
@@ -268,13 +266,24 @@ class Activations:
         return str(frame.to_html(index=False, max_rows=20, border=0))
 
 
+_ADDRESS = [f.name for f in fields(Activation) if f.name not in ("tensor", "source")]
+
+
+def _from_start(layer: int, n_layers: int | None) -> int:
+    if layer < 0 and n_layers is None:
+        raise ValueError(
+            f"layer {layer} counts from the end of a model whose depth is not known; count from 0"
+        )
+    return layer + n_layers if layer < 0 and n_layers is not None else layer
+
+
 def cut(
     captures: Sequence[Capture], raw: Mapping[str, Any], view: View, n_reply: int, turn: int, n_layers: int
 ) -> tuple[list[Activation], list[dict[str, Any]]]:
     """Cut what the engine kept to each capture's exact span; return activations and receipts.
 
-    `raw` holds `positions` `[k]` and one `[k, d]` tensor per address. The last sampled token is never run
-    through the model, so the reply has one position fewer than tokens.
+    `raw` holds `positions` `[k]` and one `[k, d]` tensor per address. Every token of the reply has a
+    position, the last one too, unless the turn was cancelled before it was run.
     """
     import torch
 
@@ -307,6 +316,7 @@ def cut(
                     positions=tuple(kept),
                     tensor=tensor,
                     reduce=capture.reduce,
+                    n_layers=n_layers,
                     source=capture,
                 )
             )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from interlens.interp.sites import decoder_layers
+from interlens.interp.sites import absolute, decoder_layers
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +29,9 @@ class Session:
     def __enter__(self) -> "Session":
         if self.wanted:
             layers = decoder_layers(self.model)
-            for (site, layer), index in self.wanted.items():
-                self._handles.append(self._register(layers[layer], (site, layer), index))
+            modules = {(site, n): layers[absolute(site, n, len(layers))] for site, n in self.wanted}
+            for address, index in self.wanted.items():
+                self._handles.append(self._register(modules[address], address, index))
         return self
 
     def _register(self, module: Any, address: Address, index: "torch.Tensor") -> Any:
@@ -45,7 +46,7 @@ class Session:
             return module.register_forward_pre_hook(before, with_kwargs=True)
 
         def after(_: Any, __: Any, output: Any) -> None:
-            keep(output[0] if isinstance(output, tuple) else output)
+            keep(output[0] if isinstance(output, tuple | list) else output)
 
         return module.register_forward_hook(after)
 

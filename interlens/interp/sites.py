@@ -4,6 +4,7 @@
 never `hidden_states` indices: layer -1 is the last block's output, before the final norm.
 """
 
+import re
 from typing import Any
 
 from interlens.errors import nearest
@@ -13,16 +14,16 @@ SITES = {"resid_pre": "input of a decoder layer", "resid_post": "output of a dec
 
 def parse(address: str, layers: tuple[int, ...] | None) -> list[tuple[str, int | None]]:
     """Split `resid_post.12` or `resid_post` into (site, layer); `None` stands for every layer."""
-    site, _, layer = address.partition(".")
+    site, dot, layer = address.partition(".")
     if site not in SITES:
         raise ValueError(f"site {site!r} cannot be captured; {nearest(site, SITES)}")
-    if not layer:
+    if not dot:
         return [(site, None)] if layers is None else [(site, n) for n in layers]
     if layers is not None:
         raise ValueError(
             f"{address!r} names a layer, and layers={list(layers)} was given too; leave one of them out"
         )
-    if not layer.lstrip("-").isdigit():
+    if not re.fullmatch("-?[0-9]+", layer):
         raise ValueError(f"a site's address ends in a layer number, as resid_post.12; got {address!r}")
     return [(site, int(layer))]
 

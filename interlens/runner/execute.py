@@ -3,7 +3,8 @@
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -11,20 +12,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from interlens.errors import RecipeChanged
-from interlens.request import digest_of
+from interlens.request import Call, digest_of
 from interlens.runner.analyzers import run_worker_inits
-from interlens.runner.jobs import Job, Record, Runnable, job_program
-from interlens.runner.log import Entry, Log
+from interlens.runner.jobs import Job, Record, Runnable, job_program, plain_analysis
+from interlens.runner.log import Log
 from interlens.runner.progress import Line, Observer, Tally
 from interlens.runner.report import RunReport, RunResult
 from interlens.runner.scheduler import LIVE, Task, scheduler
 from interlens.runner.store import (
     FORMAT,
+    Lines,
     Place,
     RunStore,
+    index_logs,
     index_records,
-    read_logs,
-    read_record,
+    read_log,
     read_tensors,
 )
 
@@ -38,15 +40,29 @@ class Work:
     job: Job
     runnable: Runnable
     attempt: int
-    entries: list[Entry]
+    log: Lines
+    """Where the log of what is known lies."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """A job that has ended: where its record is, or the record and the live object of a run without a
+    folder.
+    """
+
+    id: str
+    lineup: int
+    outcome: str
+    tokens: int
+    place: Place | None = None
+    record: Record | None = None
+    live: Any = None
 
 
 class Executor(Protocol):
-    """Runs jobs somewhere; yields (job id, record, live object or `None`) as they finish, each durable
-    already.
-    """
+    """Runs jobs somewhere; yields them as they end, each durable already."""
 
-    def run(self, work: Iterable[Work]) -> Iterator[tuple[str, Record, Any, Place | None]]: ...
+    def run(self, work: Iterable[Work]) -> Generator[Ended, None, None]: ...
 
 
 class LocalExecutor:
@@ -54,29 +70,37 @@ class LocalExecutor:
 
     def __init__(self, store: RunStore | None, limit: int, limit_of: LimitOf, device: str) -> None:
         self.store, self.limit, self.limit_of, self.device = store, limit, limit_of, device
-        self._places: dict[str, Place] = {}
 
-    def run(self, work: Iterable[Work]) -> Iterator[tuple[str, Record, Any, Place | None]]:
+    def run(self, work: Iterable[Work]) -> Generator[Ended, None, None]:
         """Pull jobs lazily, at most `limit` alive."""
         run_worker_inits()
-        for event in scheduler().start((self._task(w) for w in work), limit=self.limit).events():
-            if event.kind == "failed" and event.error is not None:
-                raise event.error
-            if event.kind == "done":
-                record, live = event.value
-                yield event.task, record, live, self._places.pop(event.task, None)
+        run = scheduler().start((self._task(w) for w in work), limit=self.limit)
+        with closing(run.events()) as events:
+            for event in events:
+                if event.kind == "failed" and event.error is not None:
+                    raise event.error
+                if event.kind == "done":
+                    yield event.value
 
     def _task(self, work: Work) -> Task:
         job = work.job
         sink = partial(self.store.put_entry, job.id) if self.store is not None else None
         tensors = partial(read_tensors, self.store.folder) if self.store is not None else None
-        log = Log(work.entries, sink, job.id, tensors)
-        return Task(job.id, job_program(work.runnable, job, work.attempt, self._finish, self.limit_of), log)
+        log = Log(read_log(work.log), sink, job.id, tensors)
+        return Task(job.id, job_program(work.runnable, job, work.attempt, self._keep, self.limit_of), log)
 
-    def _finish(self, record: Record, live: Any, activations: Any) -> None:
+    def _keep(self, record: Record, live: Any, activations: Any) -> Generator[Any, Any, Ended]:
         record["device"] = self.device
-        if self.store is not None:
-            self._places[record["id"]] = self.store.put_record(record, activations)
+        ended = Ended(
+            id=record["id"], lineup=record["lineup"], outcome=record["outcome"], tokens=record["tokens"]
+        )
+        if self.store is None:
+            return replace(ended, record=record, live=live)
+        analyses = record.get("analyses", {})
+        record["analyses"] = {name: plain_analysis(found) for name, found in analyses.items()}
+        place = self.store.put_record(record, activations)
+        yield Call(fn=self.store.commit, args=(place,), path="record", replay="again")
+        return replace(ended, place=place)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,14 +131,17 @@ def execute(runnables: Sequence[Runnable], settings: Settings, limit_of: LimitOf
     if settings.out_dir is not None:
         manifest = manifest_of(runnables, settings, total)
         store = RunStore(settings.out_dir, manifest, resume=settings.resume, extend=settings.extend)
-    session = _Session(runnables, settings, store, total)
     try:
+        session = _Session(runnables, settings, store, total)
         session.run(LocalExecutor(store, _limit(settings), limit_of, device))
+        if store is not None:
+            store.put_total(len(session.results))
     finally:
-        session.line.show(session.tally, last=True)
         if store is not None:
             store.close()
-    return RunReport(session.results, skipped=session.skipped, out_dir=settings.out_dir, expected=total)
+    return RunReport(
+        session.results, skipped=session.skipped, out_dir=settings.out_dir, expected=len(session.results)
+    )
 
 
 class _Session:
@@ -125,64 +152,77 @@ class _Session:
     ) -> None:
         self.runnables, self.settings, self.total = runnables, settings, total
         self.folder = store.folder if store is not None else None
-        self.known = index_records(store.folder) if store is not None else {}
-        self.logs = read_logs(store.folder) if store is not None else {}
+        self.known: dict[str, Place] = {}
+        self.logs: dict[str, Lines] = {}
+        if store is not None:
+            self.ends = [digest_of(r.describe().get("turns")) for r in runnables]
+            self.known = index_records(store.folder)
+            self.logs = index_logs(store.folder, {id for id, p in self.known.items() if self._finished(p)})
         self.results: dict[str, RunResult] = {}
         self.skipped: list[str] = []
         self.tally, self.line = Tally(total), Line(settings.progress)
 
     def run(self, executor: Executor) -> None:
         """Run what is left; tell what happens."""
-        for job_id, record, live, place in executor.run(self._work()):
-            restore = self.runnables[record["lineup"]].restore
-            if place is not None:
-                self.results[job_id] = RunResult(job_id, restore=restore, place=place, folder=self.folder)
-            else:
-                self.results[job_id] = RunResult(job_id, restore=restore, record=record, live=live)
-            self.tally.count(record["outcome"], record["tokens"])
-            self.line.show(self.tally)
-            if self.settings.on_event is not None:
-                event = {"kind": "job", "id": job_id, "outcome": record["outcome"]}
-                self.settings.on_event(event | {"done": self.tally.finished, "total": self.total})
+        try:
+            with closing(executor.run(self._work())) as jobs:
+                for ended in jobs:
+                    self._count(ended)
+        finally:
+            self.line.show(self.tally, last=True)
+
+    def _count(self, ended: Ended) -> None:
+        self.results[ended.id] = RunResult(
+            ended.id,
+            restore=self.runnables[ended.lineup].restore,
+            place=ended.place,
+            folder=self.folder,
+            record=ended.record,
+            live=ended.live,
+        )
+        self.tally.count(ended.outcome, ended.tokens)
+        self.line.show(self.tally)
+        if self.settings.on_event is not None:
+            event = {"kind": "job", "id": ended.id, "outcome": ended.outcome}
+            self.settings.on_event(event | {"done": self.tally.finished, "total": self.total})
 
     def _work(self) -> Iterator[Work]:
         for job in _jobs(self.runnables, self.settings):
             runnable, place = self.runnables[job.lineup], self.known.get(job.id)
+            if job.id in self.results:
+                raise ValueError(f"two jobs are called {job.id!r}; rename one of the lineups")
             self.results[job.id] = RunResult(
                 job.id, restore=runnable.restore, place=place, folder=self.folder
             )
-            if place is not None and place[3] != "failed" and self._finished(job, runnable, place):
+            if place is not None and place.row_digest != job.row_digest():
+                raise RecipeChanged(
+                    f"{job.id} was run on another row of data than it has now: data[{job.number}] differs; "
+                    f"use another out_dir, or the data that began this run"
+                )
+            if place is not None and self._finished(place):
                 self.skipped.append(job.id)
                 self.tally.skipped += 1
                 continue
-            attempt = place[4] + 1 if place is not None else 1
-            yield Work(job=job, runnable=runnable, attempt=attempt, entries=self.logs.get(job.id, []))
+            attempt = place.attempts + 1 if place is not None else 1
+            yield Work(job=job, runnable=runnable, attempt=attempt, log=self.logs.get(job.id, []))
 
-    def _finished(self, job: Job, runnable: Runnable, place: Place) -> bool:
-        record = read_record(place)
-        if record["row_digest"] != job.row_digest():
-            raise RecipeChanged(
-                f"{job.id} was run on another row of data than it has now: data[{job.number}] differs; use "
-                f"another "
-                "out_dir, or the data that began this run"
-            )
-        return not (self.settings.extend and _lacks(record, runnable))
-
-
-def _lacks(record: Record, runnable: Runnable) -> bool:
-    """Under `extend`: whether a finished job has turns or analyses still to come."""
-    if any(name not in (record.get("analyses") or {}) for name, _ in runnable.analyzers):
-        return True
-    return bool(record.get("recipe_end") != digest_of(runnable.describe().get("turns")))
+    def _finished(self, place: Place) -> bool:
+        """Whether a job ended well and has every turn and analysis that is asked for now."""
+        if place.outcome == "failed" or place.lineup >= len(self.runnables):
+            return False
+        asked = {name for name, _ in self.runnables[place.lineup].analyzers}
+        return place.end == self.ends[place.lineup] and asked <= set(place.analyses)
 
 
 def _check(settings: Settings) -> None:
-    for name in ("n", "max_batch_size"):
+    for name in ("n", "max_batch_size", "samples"):
         value = getattr(settings, name)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} is a number, at least 1, or None; got {value!r}")
-    if settings.samples < 1:
-        raise ValueError(f"samples is how often each row is run, at least 1; got {settings.samples}")
+        if value is None and name != "samples":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} is a whole number, at least 1; got {value!r}")
+    if not hasattr(settings.seed, "__index__") or isinstance(settings.seed, bool):
+        raise ValueError(f"seed is a whole number, got {settings.seed!r}")
 
 
 def _total(runnables: Sequence[Runnable], settings: Settings) -> int | None:

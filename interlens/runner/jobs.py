@@ -9,7 +9,7 @@ import logging
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from interlens.errors import Cancelled
 from interlens.message import tagged
@@ -56,17 +56,18 @@ class Runnable(Protocol):
     def activations(self, live: Any) -> Any: ...
 
 
-Finish = Callable[[Record, Any, Any], None]
-"""Called with the record, the live object and its activations before the job counts as done."""
+E = TypeVar("E")
+Keep = Callable[[Record, Any, Any], Generator[Any, Any, E]]
+"""Takes the record, the live object and its activations; the job counts as done when it has returned."""
 
 
 def job_program(
     runnable: Runnable,
     job: Job,
     attempt: int,
-    finish: Finish,
+    keep: Keep[E],
     limit_of: Callable[[BaseException], str | None],
-) -> Generator[Any, Any, tuple[Record, Any]]:
+) -> Generator[Any, Any, E]:
     """Begin a job, run it, analyse it, and hand over its record; a failure is a record, not an exception."""
     record: Record = {
         "v": 1,
@@ -93,9 +94,13 @@ def job_program(
     record |= {"outcome": outcome, "reason": reason}
     if outcome != "failed" and live is not None:
         record["analyses"] = yield from _analyse(runnable, live)
-    record |= runnable.record(live) if live is not None else {"transcript": [], "tokens": 0}
-    finish(record, live, runnable.activations(live) if live is not None else None)
-    return record, live
+    try:
+        said = runnable.record(live) if live is not None else {"transcript": [], "tokens": 0}
+    except TypeError as error:  # what was said cannot be stored as JSON
+        said = {"transcript": [], "tokens": 0, "outcome": "failed", "reason": type(error).__name__}
+        said |= {"error": error_record(error), "message": str(error)}
+    activations = runnable.activations(live) if live is not None else None
+    return (yield from keep(record | said, live, activations))
 
 
 def _analyse(runnable: Runnable, live: Any) -> Generator[Any, Any, dict[str, Any]]:
@@ -104,9 +109,19 @@ def _analyse(runnable: Runnable, live: Any) -> Generator[Any, Any, dict[str, Any
         try:
             value = yield Call(fn=fn, args=(live,), path=f"analysis/{name or 'analysis'}", replay="again")
             out[name] = {"value": value, "error": None}
-        except Exception as error:  # an analyzer's failure is counted apart and harms nothing
+        except (Cancelled, GeneratorExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # an analyzer's failure is counted apart and harms nothing
             out[name] = {"value": None, "error": error_record(error)}
     return out
+
+
+def plain_analysis(found: Mapping[str, Any]) -> dict[str, Any]:
+    """An analysis as JSON; one that has no JSON becomes an analyzer's failure."""
+    try:
+        return {"value": tagged(found["value"]), "error": found["error"]}
+    except (TypeError, RecursionError) as error:
+        return {"value": None, "error": error_record(error)}
 
 
 def error_record(error: BaseException) -> dict[str, str]:

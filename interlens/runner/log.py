@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from interlens.errors import RecipeChanged
+from interlens.message import tagged, untagged
 from interlens.request import Call, Completion, Forward, Generate
 
 Entry = dict[str, Any]
@@ -45,7 +46,7 @@ class Log:
             return False, None
         self._compare(request, entry)
         if isinstance(request, Call):
-            value = entry["value"]
+            value = untagged(entry["value"])
             return True, request.unpack(value) if request.unpack is not None else value
         completion = Completion.restored(entry["value"])
         if "captures" in entry and self.tensors is not None:
@@ -63,17 +64,27 @@ class Log:
             )
 
     def record(self, request: Generate | Forward | Call, value: Any) -> None:
-        """Keep a result; with a sink it is written before the program hears of it."""
+        """Keep a result; with a sink it is written before the program hears of it.
+
+        Logits are not kept: a pass that gave some is made again.
+        """
         if self.sink is None or (isinstance(request, Call) and request.replay == "again"):
             return
+        completion = value if isinstance(value, Completion) else None
+        if completion is not None and completion.logits is not None:
+            return
         entry: Entry = {"path": request.path, "digests": request.digests()}
-        if isinstance(request, Call):
-            entry |= {"kind": "call", "value": request.pack(value) if request.pack is not None else value}
-            self.sink(entry, None)
-        else:
-            entry |= {"kind": type(request).__name__.lower(), "value": value.stored()}
-            self.sink(entry, value)
-        self.entries[request.path] = entry
+        entry["kind"] = type(request).__name__.lower()
+        try:
+            entry["value"] = completion.stored() if completion is not None else _packed(request, value)
+        except TypeError as error:
+            raise TypeError(f"what came back at {request.path} cannot be logged: {error}") from None
+        self.sink(entry, completion)
+
+
+def _packed(request: Generate | Forward | Call, value: Any) -> Any:
+    pack = request.pack if isinstance(request, Call) else None
+    return tagged(pack(value) if pack is not None else value)
 
 
 class ScopedLog:

@@ -2,6 +2,7 @@
 request.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from interlens.backends.huggingface import HuggingFaceBackend
@@ -11,7 +12,9 @@ from interlens.request import Backend, BackendSpec
 class BackendPool:
     """From a spec to the resident backend. Used by the scheduler's thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_flight: Callable[[Backend], int]) -> None:
+        self.in_flight = in_flight
+        """How many requests a backend is answering."""
         self._resident: dict[BackendSpec, Backend] = {}
 
     def get(self, which: BackendSpec | Backend) -> Backend:
@@ -34,6 +37,10 @@ class BackendPool:
     def unload(self, which: BackendSpec | None = None) -> list[str]:
         """Free one backend, or all; return the names of those freed."""
         specs = [s for s in self._resident if which is None or s == which]
+        for spec in specs:
+            if n := self.in_flight(self._resident[spec]):
+                name = self._resident[spec].name
+                raise RuntimeError(f"{name} cannot be freed: it answers {n} requests; let them end first")
         freed = []
         for spec in specs:
             backend = self._resident.pop(spec)

@@ -68,7 +68,7 @@ class RunResult:
     @property
     def outcome(self) -> str:
         """`done`, `limit` or `failed`."""
-        return str(self._place[3] if self._place is not None else self.record["outcome"])
+        return str(self._place.outcome if self._place is not None else self.record["outcome"])
 
     @property
     def reason(self) -> str:
@@ -84,16 +84,12 @@ class RunResult:
     @property
     def analysis(self) -> Any:
         """What the analyzer returned; a dict by name where several were attached."""
-        found = self.record.get("analyses") or {}
-        values = {name: a["value"] for name, a in found.items()}
-        return values.get("") if set(values) <= {""} else values
+        return _analysis(self.record)
 
     @property
     def analysis_error(self) -> Any:
         """What an analyzer raised; a dict by name where several were attached, `None` where none failed."""
-        found = self.record.get("analyses") or {}
-        errors = {n: f"{a['error']['type']}: {a['error']['message']}" for n, a in found.items() if a["error"]}
-        return (errors.get("") if set(found) <= {""} else errors) or None
+        return _analysis_error(self.record)
 
     @property
     def row(self) -> dict[str, Any]:
@@ -118,7 +114,14 @@ class RunResult:
     @property
     def attempts(self) -> int:
         """How often the job was begun until it ended so."""
-        return int(self._place[4] if self._place is not None else self.record["attempt"])
+        return int(self._place.attempts if self._place is not None else self.record["attempt"])
+
+    @property
+    def analyses_failed(self) -> int:
+        """How many of its analyzers failed."""
+        if self._place is not None:
+            return self._place.analyses_failed
+        return sum(a["error"] is not None for a in (self.record.get("analyses") or {}).values())
 
     @property
     def activations(self) -> Activations:
@@ -155,12 +158,11 @@ class Rows:
         return torch.cat(self._tensors)
 
     def frame(self) -> "pandas.DataFrame":
-        """Job, participant, turn, site, layer and position of every row of the tensor."""
+        """Job, participant, turn, site, layer and position of every row of the tensor; a mean has none."""
         import pandas
 
-        return pandas.DataFrame(
-            self._rows, columns=["job", "participant", "turn", "site", "layer", "position", "reduce"]
-        )
+        columns = ["job", "participant", "turn", "site", "layer", "position", "reduce"]
+        return pandas.DataFrame(self._rows, columns=columns).astype({"position": "Int64"})
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -207,8 +209,8 @@ class RunReport:
 
     @property
     def complete(self) -> bool:
-        """Whether every job that was asked for has a result."""
-        return self.expected is None or len(self.results) >= self.expected
+        """Whether every job that was asked for has a result; a failure is one."""
+        return self.expected is not None and len(self.results) >= self.expected
 
     def __getitem__(self, job: str) -> RunResult:
         if job not in self.results:
@@ -246,7 +248,8 @@ class RunReport:
                     "site": a.site,
                     "layer": a.layer,
                 }
-                rows += [base | {"position": p, "reduce": a.reduce} for p in a.positions[: len(a.tensor)]]
+                places = [None] if a.reduce == "mean" else a.positions
+                rows += [base | {"position": p, "reduce": a.reduce} for p in places]
         return Rows(rows, tensors)
 
     def frame(self) -> "pandas.DataFrame":
@@ -272,29 +275,34 @@ class RunReport:
                 "outcome": r.outcome,
                 "reason": record["reason"],
                 "messages": len(record["transcript"]),
-                "tokens": r.tokens_generated,
-                "seed": r.seed,
+                "tokens": record["tokens"],
+                "seed": record["seed"],
                 "attempts": r.attempts,
                 "error": record["error"]["message"] if record.get("error") else None,
-                "analysis_error": r.analysis_error,
+                "analysis_error": _analysis_error(record),
             }
             line |= {
                 f"row.{k}": v for k, v in record["row"].items() if isinstance(v, str | int | float | bool)
             }
-            rows.append(line | _plain_analysis(r.analysis))
+            line |= _plain_analysis(_analysis(record))
+            rows.append({k: _sound(v) if isinstance(v, str) else v for k, v in line.items()})
         extra = dict.fromkeys(k for line in rows for k in line if k not in fixed)
         return pandas.DataFrame(rows, columns=[*fixed, *extra])
 
     def counts(self) -> dict[str, int]:
-        """How many ended how, and how many analyses failed."""
+        """How many ended how, and how many have an analysis that failed."""
         outcomes = [r.outcome for r in self.results.values()]
         out = {name: outcomes.count(name) for name in ("done", "limit", "failed")}
-        return out | {"analysis_failed": sum(r.analysis_error is not None for r in self.results.values())}
+        return out | {"analysis_failed": sum(r.analyses_failed > 0 for r in self.results.values())}
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{n} {name}" for name, n in self.counts().items() if n or name == "done")
-        state = "" if self.complete else f", incomplete: {self.expected} were asked for"
-        return f"RunReport({len(self)} jobs: {counts}{state})"
+        parts = [f"{n} {name}" for name, n in self.counts().items() if n or name == "done"]
+        if retried := sum(r.attempts > 1 for r in self.results.values()):
+            parts.append(f"{retried} after more than one attempt")
+        if not self.complete:
+            left = "an unknown number" if self.expected is None else self.expected - len(self)
+            parts.append(f"incomplete, {left} missing")
+        return f"RunReport({len(self)} jobs: {', '.join(parts)})"
 
     def _repr_html_(self) -> str:
         shown = list(self.results.values())[:20]
@@ -325,8 +333,21 @@ class RunReport:
             html.fold(f"{r.id} · {r.outcome} · {_summary(r)}", *_full(r)) for r in self.results.values()
         ]
         target = Path(path)
-        target.write_text(html.page(repr(self), html.tag("h1", repr(self)), *blocks), encoding="utf-8")
+        page = html.page(repr(self), html.tag("h1", repr(self)), *blocks)
+        target.write_text(page, encoding="utf-8", errors="replace")
         return target
+
+
+def _analysis(record: dict[str, Any]) -> Any:
+    found = record.get("analyses") or {}
+    values = {name: a["value"] for name, a in found.items()}
+    return values.get("") if set(values) <= {""} else values
+
+
+def _analysis_error(record: dict[str, Any]) -> Any:
+    found = record.get("analyses") or {}
+    errors = {n: f"{a['error']['type']}: {a['error']['message']}" for n, a in found.items() if a["error"]}
+    return (errors.get("") if set(found) <= {""} else errors) or None
 
 
 def _summary(result: RunResult) -> str:
@@ -343,6 +364,11 @@ def _full(result: RunResult) -> list[html.Html]:
     if (error := result.error) is not None:
         out.append(html.tag("pre", error, style="white-space:pre-wrap"))
     return out
+
+
+def _sound(text: str) -> str:
+    """The text without halves of characters, which a column of a table cannot hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _plain_analysis(analysis: Any) -> dict[str, Any]:

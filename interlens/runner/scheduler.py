@@ -8,164 +8,43 @@ completion the job that waited for it goes on at once: there are no rounds.
 
 import atexit
 import contextlib
-import contextvars
 import itertools
+import logging
 import os
 import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 from interlens.errors import Cancelled
 from interlens.request import Backend, Call, Completion, Forward, Generate, Request, Ticket
 from interlens.runner.log import JobLog, Log, ScopedLog
 from interlens.runner.pool import BackendPool
+from interlens.runner.tasks import INSIDE, Event, Nest, Program, Run
+from interlens.runner.tasks import Task as Task
 from interlens.runner.threads import Threads
 
+log = logging.getLogger("interlens.runner")
 T = TypeVar("T")
-Program = Generator[Any, Any, T]
 LIVE = 64
 """How many jobs of one run are alive at once, unless the caller says otherwise."""
-
-
-@dataclass(eq=False)
-class Task:
-    """A program on its way: what it waits for, and the log that replays it."""
-
-    id: str
-    program: Program[Any]
-    log: JobLog = field(default_factory=Log)
-    number: int = 0
-    """Place in the order of admission; lower is served earlier."""
-    run: "Run | None" = None
-    waiting: int = 0
-    results: list[Any] = field(default_factory=list)
-    single: bool = True
-    pending: dict[int, tuple[Backend, Ticket]] = field(default_factory=dict)
-    """Requests in flight: place in the list asked, backend and ticket."""
-    over: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something a waiting caller is told: a task ended, or text came."""
-
-    kind: str
-    """`done`, `failed`, `delta`, `end` or `broken`."""
-    task: str = ""
-    value: Any = None
-    error: BaseException | None = None
-
-    def joins(self, last: "Event") -> bool:
-        """Whether this text goes on where the last one ended."""
-        return self.kind == last.kind == "delta" and self.task == last.task
-
-
-@dataclass(frozen=True, slots=True)
-class _Nest:
-    """Where code that runs inside a `Call` stands."""
-
-    task: Task
-    path: str
-    count: "itertools.count[int]"
-
-
-_INSIDE: contextvars.ContextVar[_Nest | None] = contextvars.ContextVar("interlens_inside", default=None)
-
-
-class Run:
-    """A caller's handle: events out, calls that run on the caller's own thread, cancel."""
-
-    def __init__(
-        self, scheduler: "Scheduler", source: Iterator[Task], limit: int, inline: bool, stream: bool
-    ) -> None:
-        self.scheduler, self.source, self.limit = scheduler, source, limit
-        self.inline = inline
-        """Calls run on the thread that waits: one live verb, so that input(), a debugger and Ctrl-C work in
-        them.
-        """
-        self.stream = stream
-        self.live: set[Task] = set()
-        self.exhausted = False
-        self.cancelled = False
-        self.context = contextvars.copy_context()
-        self.nest = _INSIDE.get()
-        self._told: deque[Event | Callable[[], None]] = deque()
-        self._ready = threading.Condition()
-
-    # -- the scheduler's side
-
-    def tell(self, item: "Event | Callable[[], None]") -> None:
-        """Hand something to the waiting thread; text of one speaker is joined, so that it stays small."""
-        with self._ready:
-            last = self._told[-1] if self._told else None
-            if isinstance(item, Event) and isinstance(last, Event) and item.joins(last):
-                self._told[-1] = Event("delta", item.task, last.value + item.value)
-                return
-            self._told.append(item)
-            self._ready.notify()
-
-    # -- the caller's side
-
-    def events(self) -> Iterator[Event]:
-        """Everything that happens, until the run ends; leaving early cancels what is alive."""
-        ended = False
-        try:
-            while True:
-                with self._ready:
-                    while not self._told:
-                        self._ready.wait(0.2)
-                    item = self._told.popleft()
-                if not isinstance(item, Event):
-                    item()
-                    continue
-                if item.kind == "end":
-                    ended = True
-                    return
-                if item.kind == "broken":
-                    ended = True
-                    assert item.error is not None
-                    raise item.error
-                yield item
-        finally:
-            if not ended:
-                self.cancel()
-            self._drop_calls()
-
-    def _drop_calls(self) -> None:
-        """Calls that were handed over and never begun are taken off the count."""
-        with self._ready:
-            dropped = sum(not isinstance(item, Event) for item in self._told)
-            self._told.clear()
-        if dropped:
-            self.scheduler.post(lambda: self.scheduler.uncount(dropped))
-
-    def cancel(self) -> None:
-        """Throw `Cancelled` into every live program and wait until they are gone (30 s at most)."""
-        self.scheduler.post(lambda: self.scheduler.cancel(self))
-        for _ in range(150):
-            with self._ready:
-                if any(isinstance(item, Event) and item.kind in ("end", "broken") for item in self._told):
-                    return
-                self._ready.wait(0.2)
 
 
 class Scheduler:
     """One per process. Backends are touched by its thread only."""
 
     def __init__(self) -> None:
-        self.pool = BackendPool()
+        self.pool = BackendPool(lambda backend: self._busy.get(id(backend), (backend, 0))[1])
         self.threads = Threads()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake = threading.Event()
         self._runs: list[Run] = []
         self._asked: dict[tuple[int, int], tuple[Task, int]] = {}
         """(id of backend, ticket number) to the task that waits and the place of the answer."""
         self._busy: dict[int, tuple[Backend, int]] = {}
         """Backends with requests in flight, and how many."""
-        self._calls = 0
+        self._calls: set[Nest] = set()
+        """Calls on their way whose result somebody waits for."""
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._stop = False
@@ -176,80 +55,92 @@ class Scheduler:
     def post(self, work: Callable[[], None]) -> None:
         """Run `work` in the scheduler's thread, soon."""
         self._inbox.put(work)
-        self._wake.set()
         with self._start_lock:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._loop, name="interlens-scheduler", daemon=True)
                 self._thread.start()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller runs in the scheduler's own thread."""
+        return threading.current_thread() is self._thread
+
     def call(self, fn: Callable[[], T]) -> T:
         """Run `fn` in the scheduler's thread and wait for what it returns."""
-        if threading.current_thread() is self._thread:
+        if self.is_here:
             return fn()
-        done = threading.Event()
-        box: list[Any] = [None, None]
+        box: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
 
         def work() -> None:
             try:
-                box[0] = fn()
+                box.put(partial(_same, fn()))
             except BaseException as error:
-                box[1] = error
-            done.set()
+                box.put(partial(_raise, error))
 
         self.post(work)
-        while not done.wait(0.2):
-            pass
-        if box[1] is not None:
-            raise box[1]
-        return box[0]  # type: ignore[no-any-return]
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return box.get(timeout=0.2)()
 
     def start(
         self, tasks: Iterable[Task], *, limit: int = LIVE, inline: bool = False, stream: bool = False
     ) -> Run:
         """Post programs; they are pulled lazily, at most `limit` alive."""
-        if threading.current_thread() is self._thread:
+        if self.is_here:
             raise RuntimeError(
                 "a verb was called inside the scheduler's own thread; call it in a hook, a tool or an "
                 "analyzer"
             )
-        run = Run(self, iter(tasks), limit, inline, stream)
-        self.post(lambda: self._runs.append(run))
+        if self._stop:
+            raise RuntimeError("a verb was called while the process ends; the scheduler is shut down")
+        run = Run(iter(tasks), limit, inline=inline, stream=stream, stop=self._end_run)
+        self.post(partial(self._admit, run))
         return run
+
+    def _end_run(self, run: Run) -> None:
+        """Cancel a run and wait until it is gone; the scheduler's own thread cannot wait for itself."""
+        gone: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+        def work() -> None:
+            self.cancel(run)
+            gone.put(True)
+
+        self.post(work)
+        if not self.is_here:
+            with contextlib.suppress(queue.Empty):
+                gone.get(timeout=30)
 
     def ask(self, program: Program[T], *, on_delta: Callable[[str, str], None] | None = None) -> T:
         """Run one program to its end and return what it returns; nested asks are logged with the call they
         are in.
         """
-        nest = _INSIDE.get()
+        nest = INSIDE.get()
         log: JobLog = Log() if nest is None else ScopedLog(nest.task.log, f"{nest.path}/{next(nest.count)}")
         task = Task("ask", program, log)
-        for event in self.start([task], inline=True, stream=on_delta is not None).events():
-            if event.kind == "delta" and on_delta is not None:
-                on_delta(event.task, event.value)
-            elif event.kind == "failed":
-                assert event.error is not None
-                raise event.error
-            elif event.kind == "done":
-                value: T = event.value
+        run = self.start([task], inline=True, stream=on_delta is not None)
+        with contextlib.closing(run.events()) as events:
+            for event in events:
+                if event.kind == "delta" and on_delta is not None:
+                    on_delta(event.task, event.value)
+                elif event.kind == "failed":
+                    assert event.error is not None
+                    raise event.error
+                elif event.kind == "done":
+                    value: T = event.value
         return value
 
     # -- the loop
 
     def _loop(self) -> None:
         while not self._stop:
-            self._wake.clear()
             moved = self._drain()
             moved = self._pull() or moved
             moved = self._step() or moved
-            if moved:
+            if moved or (self._nobody_else_comes() and self._flush()):
                 continue
-            if self._calls == 0 and self._inbox.empty():
-                for backend, _ in list(self._busy.values()):
-                    backend.idle()
-                if self._step():
-                    continue
-            waiting = any(not getattr(b, "local", False) for b, _ in self._busy.values())
-            self._wake.wait(0.005 if waiting else 60)
+            hosted = any(not getattr(b, "local", False) for b, _ in self._busy.values())
+            with contextlib.suppress(queue.Empty):
+                self._do(self._inbox.get(timeout=0.005 if hosted else 60))
 
     def _drain(self) -> bool:
         moved = False
@@ -258,8 +149,19 @@ class Scheduler:
                 work = self._inbox.get_nowait()
             except queue.Empty:
                 return moved
-            work()
+            self._do(work)
             moved = True
+
+    def _do(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException:  # the loop serves everybody: it outlives a fault in one piece of work
+            log.exception("a fault in the scheduler; please report it")
+
+    def _admit(self, run: Run) -> None:
+        self._runs.append(run)
+        if run.nest is not None and run.nest.task.over:
+            self._break(run, Cancelled())
 
     def _pull(self) -> bool:
         moved = False
@@ -284,33 +186,44 @@ class Scheduler:
     def _step(self) -> bool:
         moved = False
         for key, (backend, _) in list(self._busy.items()):
-            try:
-                completions = backend.step(0)
-            except BaseException as error:  # the backend itself broke: everybody who waits for it is told
-                completions = self._everybody(key, error)
-            for completion in completions:
-                moved = True
-                self._deliver(key, completion)
+            moved = self._collect(key, backend, partial(backend.step, 0)) or moved
             moved = moved or bool(getattr(backend, "local", False))
         return moved
 
-    def _everybody(self, key: int, error: BaseException) -> list[Completion]:
-        return [
-            Completion(ticket=Ticket(number), finish="error", error=error)
-            for owner, number in list(self._asked)
-            if owner == key
-        ]
+    def _nobody_else_comes(self) -> bool:
+        """Whether nothing runs that could still ask: a call that waits for what it asked itself cannot."""
+        return self._inbox.empty() and self._calls <= {run.nest for run in self._runs}
+
+    def _flush(self) -> bool:
+        """Tell backends that nothing else will come; whether something finished."""
+        moved = False
+        for key, (backend, _) in list(self._busy.items()):
+            moved = self._collect(key, backend, backend.idle) or moved
+        return self._step() or moved
+
+    def _collect(self, key: int, backend: Backend, ask: Callable[[], list[Completion] | None]) -> bool:
+        """Let a backend make progress, and hand over what finished."""
+        try:
+            completions = ask() or []
+        except BaseException as error:  # the backend itself broke: everybody who waits for it is told
+            mine = [number for owner, number in self._asked if owner == key]
+            completions = [Completion(ticket=Ticket(n), finish="error", error=error) for n in mine]
+            with contextlib.suppress(Exception):  # what it still finishes of theirs is nobody's
+                for n in mine:
+                    backend.cancel(Ticket(n))
+                backend.step(0)
+        for completion in completions:
+            self._deliver(key, completion)
+        return bool(completions)
 
     def _deliver(self, key: int, completion: Completion) -> None:
         assert completion.ticket is not None
         found = self._asked.pop((key, completion.ticket.number), None)
-        backend, count = self._busy[key]
-        if count == 1:
-            del self._busy[key]
-        else:
-            self._busy[key] = (backend, count - 1)
         if found is None:
-            return
+            return  # its asker was told already that the backend broke
+        backend, count = self._busy.pop(key)
+        if count > 1:
+            self._busy[key] = (backend, count - 1)
         task, place = found
         task.pending.pop(place, None)
         self._answer(task, place, completion.error if completion.error is not None else completion)
@@ -375,13 +288,13 @@ class Scheduler:
     def _call(self, task: Task, place: int, request: Call) -> None:
         run = task.run
         assert run is not None
-        self._calls += 1
         task.results[place] = request
         context = run.context.copy()
-        nest = _Nest(task, request.path, itertools.count())
+        nest = Nest(task, request.path, itertools.count())
+        self._calls.add(nest)
 
         def inside() -> Any:
-            _INSIDE.set(nest)
+            INSIDE.set(nest)
             return request.fn(*request.args)
 
         def work() -> None:
@@ -389,7 +302,7 @@ class Scheduler:
                 value = context.run(inside)
             except BaseException as error:
                 value = error
-            self.post(lambda: self._called(task, place, value))
+            self.post(lambda: self._called(nest, place, value))
             if run.inline and isinstance(value, KeyboardInterrupt):
                 raise value
 
@@ -398,12 +311,16 @@ class Scheduler:
         else:
             self.threads.run(work)
 
-    def _called(self, task: Task, place: int, value: Any) -> None:
-        self._calls -= 1
-        if isinstance(value, KeyboardInterrupt) and task.run is not None and not task.run.inline:
-            self._break(task.run, value)
-            return
-        self._answer(task, place, value)
+    def _called(self, nest: Nest, place: int, value: Any) -> None:
+        if nest not in self._calls:
+            return  # abandoned
+        self._calls.remove(nest)
+        run = nest.task.run
+        assert run is not None
+        if isinstance(value, KeyboardInterrupt) and not run.inline:
+            self._break(run, value)
+        else:
+            self._answer(nest.task, place, value)
 
     def _answer(self, task: Task, place: int, value: Any) -> None:
         """Keep an answer, and go on when it was the last one waited for."""
@@ -441,9 +358,9 @@ class Scheduler:
 
     def _break(self, run: Run, error: BaseException) -> None:
         """End a whole run with an error."""
-        self._abandon(run)
         if run in self._runs:
             self._runs.remove(run)
+            self._abandon(run)
             run.tell(Event("broken", error=error))
 
     def cancel(self, run: Run) -> None:
@@ -453,29 +370,35 @@ class Scheduler:
 
     def _abandon(self, run: Run) -> None:
         run.cancelled = True
-        for task in list(run.live):
-            for backend, ticket in task.pending.values():
-                backend.cancel(ticket)
+        tasks, run.live = run.live, set()
+        for task in tasks:
             task.over = True
-            run.live.discard(task)
+            for backend, ticket in task.pending.values():
+                with contextlib.suppress(Exception):
+                    backend.cancel(ticket)
             with contextlib.suppress(BaseException):  # a cancelled program may end as it likes
                 task.program.throw(Cancelled())
-            task.program.close()
-
-    def uncount(self, calls: int) -> None:
-        """Calls that will never report."""
-        self._calls -= calls
+            with contextlib.suppress(BaseException):
+                task.program.close()
+        self._calls = {nest for nest in self._calls if not nest.task.over}
+        for other in list(self._runs):
+            if other.nest is not None and other.nest.task.over:
+                self._break(other, Cancelled())
 
     def shutdown(self) -> None:
         """Stop the thread; for the end of the process."""
         self._stop = True
-        self._wake.set()
-        if (
-            self._thread is not None
-            and self._thread.is_alive()
-            and threading.current_thread() is not self._thread
-        ):
+        self._inbox.put(lambda: None)
+        if self._thread is not None and self._thread.is_alive() and not self.is_here:
             self._thread.join(5)
+
+
+def _same(value: T) -> T:
+    return value
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
 
 
 _SCHEDULER: tuple[int, Scheduler] | None = None

@@ -1,0 +1,93 @@
+"""A module that is its user's between steps and the engine's inside them.
+
+`Resident` notices what the user did to it (weights, modules, hooks), so that nothing computed before is used
+after; `borrowed` runs it in evaluation mode with its packed layers on, and gives it back as it was.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from interlens.engine import linears
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_WIDTH = 64
+"""Words summed at a time in a digest."""
+
+
+class Resident:
+    """What the engine knows of a model from step to step."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.hooked = False
+        """Whether a hook of the user's is registered: what it does may differ from pass to pass."""
+        self._modules: list[torch.nn.Module] = []
+        self._marks: Any = None
+        self._contents: list[int] | None = None
+
+    def changed(self, *, thorough: bool) -> bool:
+        """Whether weights, modules or hooks are other than at the last call.
+
+        In passing, the versions and addresses of weights are compared. A thorough look reads every weight, at
+        the cost of one decoding step, since an edit through `.data` leaves no other mark.
+        """
+        if thorough or not self._modules:
+            self._modules = list(self.model.modules())
+        before, self._marks = self._marks, self._look()
+        changed = before is not None and before != self._marks
+        if thorough:
+            known = self._contents
+            self._contents = [digest(t) for t in (*self.model.parameters(), *self.model.buffers())]
+            if known is not None and known != self._contents:
+                linears.refresh(self.model)
+                changed = True
+        return changed
+
+    def _look(self) -> Any:
+        modules = self._modules
+        hooked = [m for m in modules if m._forward_hooks or m._forward_pre_hooks]
+        hooks = [k for m in hooked for kind in _HOOKS for k, f in getattr(m, kind).items() if not _theirs(f)]
+        self.hooked = bool(hooks) or torch.nn.modules.module._has_any_global_hook()
+        weights = [linears.stamp_of(p) for m in modules for p in m._parameters.values() if p is not None]
+        return weights, [id(c) for m in modules for c in m._modules.values()], hooks, self.hooked
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Run in evaluation mode with the packed layers on."""
+        with evaluating(self._modules), linears.switched_on(self.model):
+            yield
+
+
+def _theirs(hook: Any) -> bool:
+    """Whether transformers put a hook there: its output recorders stay on a model by design."""
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
+
+
+@contextmanager
+def evaluating(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """No dropout inside the block, whatever mode the modules are in."""
+    training = [m for m in modules if m.training]
+    try:
+        for m in training:
+            m.training = False
+        yield
+    finally:
+        for m in training:
+            m.training = True
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """A number that tells a tensor's bytes, in one reading of it; 0 for a tensor without storage."""
+    if tensor.device.type == "meta":
+        return 0
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    words = raw[: raw.numel() // 8 * 8].view(torch.int64)
+    whole = words.numel() // _WIDTH * _WIDTH
+    sums = torch.cat([words[:whole].view(-1, _WIDTH).sum(-1), words[whole:], raw[words.numel() * 8 :].long()])
+    odd = 1 + 2 * torch.arange(len(sums), device=sums.device)
+    return int((sums * odd).sum())

@@ -1,0 +1,129 @@
+"""Programs on their way, and the handle by which a caller follows a run of them."""
+
+import contextvars
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from interlens.request import Backend, Ticket
+from interlens.runner.log import JobLog, Log
+
+T = TypeVar("T")
+Program = Generator[Any, Any, T]
+
+
+@dataclass(eq=False)
+class Task:
+    """A program on its way: what it waits for, and the log that replays it."""
+
+    id: str
+    program: Program[Any]
+    log: JobLog = field(default_factory=Log)
+    number: int = 0
+    """Place in the order of admission; lower is served earlier."""
+    run: "Run | None" = None
+    waiting: int = 0
+    results: list[Any] = field(default_factory=list)
+    single: bool = True
+    pending: dict[int, tuple[Backend, Ticket]] = field(default_factory=dict)
+    """Requests in flight: place in the list asked, backend and ticket."""
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something a waiting caller is told: a task ended, or text came."""
+
+    kind: str
+    """`done`, `failed`, `delta`, `end` or `broken`."""
+    task: str = ""
+    value: Any = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Nest:
+    """A `Call` on its way, and where what it asks is logged."""
+
+    task: Task
+    path: str
+    count: Iterator[int]
+
+
+INSIDE: contextvars.ContextVar[Nest | None] = contextvars.ContextVar("interlens_inside", default=None)
+"""The call that the running code is inside of."""
+
+
+class Run:
+    """A caller's handle: events out, calls that run on the caller's own thread, cancel.
+
+    What the two threads share is taken with C-level locks only: a Ctrl-C inside Python's own `Condition` or
+    `Event` can leave their lock taken, and the scheduler would wait for it forever.
+    """
+
+    def __init__(
+        self, source: Iterator[Task], limit: int, *, inline: bool, stream: bool, stop: "Callable[[Run], None]"
+    ) -> None:
+        self.source, self.limit = source, limit
+        self.inline = inline
+        """Calls run on the thread that waits: one live verb, so that input(), a debugger and Ctrl-C work in
+        them.
+        """
+        self.stream = stream
+        """Whether the text of replies is told as it comes."""
+        self._stop = stop
+        self.live: set[Task] = set()
+        self.exhausted = False
+        self.cancelled = False
+        self.context = contextvars.copy_context()
+        self.nest = INSIDE.get()
+        self._told: queue.SimpleQueue[Event | Callable[[], None]] = queue.SimpleQueue()
+        self._text: dict[str, list[str]] = {}
+        """Text that waits to be read, by task: one event is queued for all of it."""
+        self._text_lock = threading.Lock()
+
+    # -- the scheduler's side
+
+    def tell(self, item: "Event | Callable[[], None]") -> None:
+        """Hand something to the waiting thread; text that nobody has read yet is joined."""
+        if isinstance(item, Event) and item.kind == "delta":
+            with self._text_lock:
+                if (waiting := self._text.get(item.task)) is not None:
+                    waiting.append(item.value)
+                    if len(waiting) > 1024:
+                        waiting[:] = ["".join(waiting)]
+                    return
+                self._text[item.task] = [item.value]
+        self._told.put(item)
+
+    # -- the caller's side
+
+    def events(self) -> Generator[Event, None, None]:
+        """Everything that happens, until the run ends; leaving early cancels what is alive."""
+        ended = False
+        try:
+            while not ended:
+                try:
+                    item = self._told.get(timeout=0.2)
+                except queue.Empty:
+                    continue
+                if not isinstance(item, Event):
+                    item()
+                    continue
+                ended = item.kind in ("end", "broken")
+                if item.error is not None and ended:
+                    raise item.error
+                if item.kind == "delta":
+                    with self._text_lock:
+                        item = replace(item, value="".join(self._text.pop(item.task)))
+                if not ended:
+                    yield item
+        finally:
+            if not ended:
+                self.cancel()
+
+    def cancel(self) -> None:
+        """Throw `Cancelled` into every live program and wait until they are gone (30 s at most)."""
+        self._stop(self)
