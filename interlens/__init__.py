@@ -7,7 +7,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-# A team of OpenMP threads that spins beside a busy process slows down several times (measured: 4x). It is read
+# A team of OpenMP threads that spins beside a busy process slows down (measured: 4x). This is read
 # when torch is first imported; whoever has set it keeps it.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

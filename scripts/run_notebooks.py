@@ -1,4 +1,4 @@
-"""Execute notebooks in place: `scripts/notebooks [name …]`. Outputs are committed; execution times are not."""
+"""Execute notebooks in place: `scripts/notebooks [name …]`. Outputs are committed, times are not."""
 
 import sys
 import time

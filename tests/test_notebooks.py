@@ -1,4 +1,4 @@
-"""Every notebook runs offline on the tiny model, from its first cell to its last, without error or warning."""
+"""Every notebook runs offline on the tiny model, from first cell to last, without an error or a warning."""
 
 from pathlib import Path
 

@@ -15,6 +15,7 @@ rule that shows in the segments:
 """
 
 import datetime
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ Thinking = Literal["auto"] | bool
 DATE = datetime.date(2024, 7, 26)
 """The day that templates which print a date are told; the default of Llama 3's own template."""
 _MARK = re.compile(r"@@interlens:(\d+)@@")
+_TODAY = re.compile(r"""strftime_now\(\s*(['"])([^'"]*)\1\s*\)""")
 _IN_USE: dict[str, list[str]] = {
     "system": ["system", "user"],
     "user": ["user"],
@@ -83,6 +85,8 @@ class Traits:
     """The roles whose contents lose the space before them."""
     rstrips: frozenset[str] = frozenset()
     """The roles whose contents lose the space after them."""
+    quotes: frozenset[str] = frozenset()
+    """The roles whose contents are written as JSON (Llama 3's tool results)."""
 
 
 class ChatTemplate:
@@ -99,6 +103,7 @@ class ChatTemplate:
                 )
             found = found["default"]
         self.source: str | None = found
+        self._dated = _dated(found)
         self.thinking = thinking
         if thinking != "auto" and not self._can_switch():
             raise ValueError(
@@ -126,13 +131,11 @@ class ChatTemplate:
         extra: dict[str, Any] = {}
         if wanted != "auto":
             extra |= {"enable_thinking": wanted, "thinking": wanted}
-        if "strftime_now" in (self.source or ""):
-            extra["strftime_now"] = DATE.strftime
         if "date_string" in (self.source or ""):
             extra["date_string"] = DATE.strftime("%d %b %Y")
         rendered = self.tokenizer.apply_chat_template(
             [dict(m) for m in messages],
-            chat_template=self.source,
+            chat_template=self._dated,
             tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=generate,
@@ -151,7 +154,8 @@ class ChatTemplate:
         if not self._keeps([*roles, "assistant"]):
             return text
         longer = self._marked([*roles, "assistant"], False, tools)
-        return longer[: longer.index(_mark(len(roles)))].rstrip(" ")
+        asked = longer[: longer.index(_mark(len(roles)))].rstrip(" ")
+        return text if text.startswith(asked) else asked  # some always ask
 
     def _keeps(self, roles: Sequence[str]) -> bool:
         """Whether the template renders these roles and loses none of them."""
@@ -177,12 +181,14 @@ class ChatTemplate:
                 "this chat template does not render a single user message; give chat_template= yourself"
             )
         spaced = {role: self._spaced(role) for role, roles in _IN_USE.items() if self._keeps(roles)}
+        quotes = frozenset(role for role, text in spaced.items() if f"\\t{_mark(0)}\\t" in text)
         return Traits(
             system=self._keeps(["system", "user"]),
             repeats=self._keeps(["user", "user"]),
             tool_role=self._keeps(["user", "assistant", "tool", "assistant", "user"]),
-            lstrips=frozenset(role for role, text in spaced.items() if f"\t{_mark(0)}" not in text),
-            rstrips=frozenset(role for role, text in spaced.items() if f"{_mark(0)}\t" not in text),
+            lstrips=frozenset(role for role, text in spaced.items() if f"\t{_mark(0)}" not in text) - quotes,
+            rstrips=frozenset(role for role, text in spaced.items() if f"{_mark(0)}\t" not in text) - quotes,
+            quotes=quotes,
         )
 
     def _spaced(self, role: str) -> str:
@@ -308,6 +314,8 @@ class ChatTemplate:
         befores = [header, *(p.text if p.part == "scaffold" else "" for p in pieces)]
         ids = [self._given(p, before) for p, before in zip(pieces, befores, strict=False)]
         texts = [p.text for p in pieces]
+        if block.role in self.traits.quotes:
+            texts = [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts]
         if pieces and ids[0] is None and block.role in self.traits.lstrips:
             texts[0] = texts[0].lstrip()
         if pieces and ids[-1] is None and block.role in self.traits.rstrips:
@@ -336,6 +344,17 @@ class ChatTemplate:
         whole = drafts[0].segment
         sampled = replace(whole, text=spoken, ids=(end,), generated=True, speaker=block.speaker)
         return [Draft(sampled, None), Draft(replace(whole, text=text[len(spoken) :]), "scaffold")]
+
+
+def _dated(source: str | None) -> str | None:
+    """The template with the day written into it, in the place of calls for today."""
+    dated = _TODAY.sub(lambda call: repr(DATE.strftime(call.group(2))), source or "")
+    if "strftime_now(" in dated:
+        raise TemplateError(
+            "this chat template asks for today in a way that cannot be fixed to one day: a resumed run would "
+            "see other tokens; give chat_template= yourself"
+        )
+    return None if source is None else dated
 
 
 def _mark(number: int) -> str:

@@ -2,8 +2,8 @@
 
 Words that stand between two control tokens are tokenised together, since a space or a line break is often one
 token with what is beside it; a token that several touch belongs to the words of a message. Ids that are there
-already, because a model sampled them, stay as they are. Only scaffold may write control tokens: where they
-are typed into words, they are spelled out.
+already, because a model sampled them, stay as they are. Only scaffold may write control tokens: one that is
+typed into words is cut in two, so that its parts are words.
 """
 
 from bisect import bisect_left, bisect_right
@@ -107,8 +107,7 @@ class Encoder:
         out: list[tuple[int, ...] | str] = []
         at = 0
         for i, begin, end in told:
-            unknown = i == self.tokenizer.unk_token_id and scaffold[begin:end] != self.tokenizer.unk_token
-            if i in self.control_ids and not unknown:
+            if i in self.control_ids and not self._unknown(i, scaffold[begin:end]):
                 out += [*([scaffold[at:begin]] if begin > at else []), (i,)]
                 at = end
         return [*out, scaffold[at:]] if at < len(scaffold) else out
@@ -138,20 +137,36 @@ class Encoder:
             starts.append(starts[-1] + len(text))
         whole = "".join(text for text, _, _ in parts)
         out: list[list[int]] = [[] for _ in parts]
-        for i, begin, end in self._continue(whole, begins):
-            first = min(bisect_right(starts, begin), len(parts)) - 1
-            touched = range(first, max(first + 1, bisect_left(starts, end)))
-            owner = next((n for n in touched if parts[n][1]), first)
-            typed = i in self._markup and any(parts[n][2] for n in touched)
-            out[owner] += self._spelled(whole[begin:end]) if typed else [i]
+        cuts = {0}
+        while True:
+            tokens = self._cut(whole, sorted(cuts), begins)
+            touched = [_touched(starts, begin, end) for _, begin, end in tokens]
+            typed = {
+                begin + 1
+                for (i, begin, end), owners in zip(tokens, touched, strict=True)
+                if i in self.control_ids and not self._unknown(i, whole[begin:end])
+                if i not in self._markup or any(parts[n][2] for n in owners)
+            }
+            if not typed:
+                break
+            if typed <= cuts:
+                raise TemplateError(f"{whole[:60]!r} holds a control token of one letter: it cannot be said")
+            cuts |= typed
+        for (i, _, _), owners in zip(tokens, touched, strict=True):
+            out[next((n for n in owners if parts[n][1]), owners[0])].append(i)
         return out
 
-    def _spelled(self, text: str) -> list[int]:
-        """Tokenise words that look like a token of the template: cut in two, so that its parts stay words."""
-        ids = [i for part in (text[:1], text[1:]) if part for i, _, _ in self._continue(part, False)]
-        if not self._markup.isdisjoint(ids):
-            raise TemplateError(f"{text!r} is a control token of this template: it cannot be said")
-        return ids
+    def _cut(self, text: str, cuts: Sequence[int], begins: bool) -> list[Token]:
+        """Tokenise the parts of a text between cuts, which keep what was typed from being a control token."""
+        out: list[Token] = []
+        for at, until in zip(cuts, [*cuts[1:], len(text)], strict=True):
+            told = self._continue(text[at:until], begins and at == 0)
+            out += [(i, begin + at, end + at) for i, begin, end in told]
+        return out
+
+    def _unknown(self, i: int, text: str) -> bool:
+        """Whether an id stands for letters that the vocabulary lacks."""
+        return bool(i == self.tokenizer.unk_token_id and text != self.tokenizer.unk_token)
 
     def _continue(self, text: str, begins: bool) -> tuple[Token, ...]:
         """Tokenise words; without `begins`, no space is put before them by the tokenizer itself."""
@@ -171,8 +186,10 @@ class Encoder:
                 f"example by text.encode('utf-8', 'replace').decode()"
             )
         fast = self.tokenizer.is_fast
+        # A fast tokenizer keeps this switch in the object, for every thread: it is never turned on there.
+        split = words and not fast
         told = self.tokenizer(
-            text, add_special_tokens=False, split_special_tokens=words, return_offsets_mapping=fast
+            text, add_special_tokens=False, split_special_tokens=split, return_offsets_mapping=fast
         )
         ids = told["input_ids"]
         spans = told["offset_mapping"] if fast else [(0, len(text))] * len(ids)
@@ -200,3 +217,9 @@ class Encoder:
         begin = list(self.tokenizer("x")["input_ids"])
         bos = self.tokenizer.bos_token_id
         return bos if bos is not None and begin[:1] == [bos] else None
+
+
+def _touched(starts: Sequence[int], begin: int, end: int) -> range:
+    """Which of the texts that begin at `starts` the characters from `begin` to `end` are in."""
+    first = min(bisect_right(starts, begin), len(starts) - 1) - 1
+    return range(first, max(first + 1, bisect_left(starts, end)))

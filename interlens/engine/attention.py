@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from interlens.engine.kernel import Tasks, tasks_of
 from interlens.engine.kv import PAD, Segment, Slots
 
 NAME = "interlens"
@@ -66,6 +67,8 @@ class PassPlan:
     prefill: tuple[Segment, ...]
     masks: tuple[torch.Tensor, ...]
     """For each prefill segment `[1, n, L]`."""
+    tasks: Tasks | None = None
+    """The same pass for the kernel, which needs nothing else."""
 
 
 def plan_pass(slots: Slots, segments: list[Segment], dtype: torch.dtype, device: torch.device) -> PassPlan:
@@ -73,6 +76,8 @@ def plan_pass(slots: Slots, segments: list[Segment], dtype: torch.dtype, device:
     single = [s for s in segments if s.n == 1]
     longer = tuple(s for s in segments if s.n > 1)
     assert segments == [*single, *longer], "rows with one token come first in a pass"
+    if slots.kernel is not None:
+        return PassPlan(None, (), (), tasks_of((s.start, s.n, s.slot, s.past) for s in segments))
     decode = None
     if single:
         span = max(s.slot for s in single) + 1
@@ -90,6 +95,12 @@ def plan_pass(slots: Slots, segments: list[Segment], dtype: torch.dtype, device:
         hidden = torch.arange(length)[None] > s.past + torch.arange(s.n)[:, None]
         masks.append(torch.zeros(1, s.n, length, dtype=dtype).masked_fill_(hidden, float("-inf")).to(device))
     return PassPlan(decode, longer, tuple(masks))
+
+
+def head_width(config: Any) -> int:
+    """Width of a head, from a decoder's config; 0 where there is none."""
+    heads = getattr(config, "num_attention_heads", None)
+    return int(getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0))
 
 
 def weigh(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -169,7 +180,10 @@ def attend(
     assert slots.keys is not None
     assert slots.values is not None
     keys, values = slots.keys[module.layer_idx], slots.values[module.layer_idx]
-    q = query[0] * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if slots.kernel is not None and plan.tasks is not None:
+        return slots.kernel.attend(query[0], keys, values, plan.tasks, scale=scale)[None], None
+    q = query[0] * scale
     parts = []
     if plan.decode is not None:
         n = plan.decode.n

@@ -9,11 +9,12 @@ in them.
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from interlens.engine.attention import PassPlan, plan_pass, switched_on
+from interlens.engine.attention import PassPlan, head_width, plan_pass, switched_on
+from interlens.engine.kernel import kernel_for
 from interlens.engine.kv import BLOCK, Holder, Prefixes, Segment, Slots
 from interlens.engine.resident import Resident
 from interlens.engine.rows import Row, RowRequest, Text
@@ -39,12 +40,17 @@ class Engine:
         max_rows: int = 64,
         kv_bytes: int = 1 << 30,
         prefill_budget: int = PREFILL_BUDGET,
+        attention: Literal["auto", "torch"] = "auto",
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.max_rows, self.prefill_budget = max_rows, prefill_budget
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
-        self.slots = Slots(model.config.get_text_config(decoder=True).num_hidden_layers)
+        config = model.config.get_text_config(decoder=True)
+        self._kernel = (
+            kernel_for(self.device, self.dtype, head_width(config)) if attention == "auto" else None
+        )
+        self.slots = Slots(config.num_hidden_layers, self._kernel)
         self.prefixes = Prefixes(kv_bytes)
         self.rows: list[Row] = []
         self.waiting: list[Row] = []
@@ -194,7 +200,8 @@ class Engine:
                 row.logits.append(logits[begin:end].float().cpu())
             if not row.prefilling and row.finish is None:
                 drawing.append(place)
-        self._draw([work[place][0] for place in drawing], ends_BV[drawing])
+        every = len(drawing) == len(work)
+        self._draw([work[place][0] for place in drawing], ends_BV if every else ends_BV[drawing])
 
     def _pass(
         self, work: Sequence[tuple[Row, list[int]]], segments: list[Segment]
@@ -391,4 +398,4 @@ class Engine:
         self.prefixes.clear()
         self.rows.clear()
         self.waiting.clear()
-        self.slots = Slots(self.slots.n_layers)
+        self.slots = Slots(self.slots.n_layers, self._kernel)

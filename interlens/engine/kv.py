@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from interlens.engine.kernel import TILE, Kernel
+
 BLOCK = 16
 PAD = 64
 """Keys are padded to a multiple of this, so that sums over them keep their order (see `attention`)."""
@@ -37,9 +39,11 @@ class Slots(Cache):
 
     is_compileable = False
 
-    def __init__(self, n_layers: int) -> None:
+    def __init__(self, n_layers: int, kernel: Kernel | None = None) -> None:
         super().__init__(layers=[])
         self.n_layers = n_layers
+        self.kernel = kernel
+        """Computes attention, and wants keys in tiles of 16 positions; `None` is plain torch."""
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
         self.n_slots = 0
@@ -75,6 +79,10 @@ class Slots(Cache):
         assert self.keys is not None
         assert self.values is not None
         keys, values = self.keys[layer_idx], self.values[layer_idx]
+        key._interlens = self  # type: ignore[attr-defined]
+        if self.kernel is not None:
+            self.kernel.store(key[0], value[0], keys, values, self.plan.tasks)
+            return key, value
         decode = self.plan.decode
         if decode is not None:
             keys[decode.slots, :, decode.positions] = key[0, :, : decode.n].transpose(0, 1)
@@ -82,16 +90,23 @@ class Slots(Cache):
         for s in self.plan.prefill:
             keys[s.slot, :, s.past : s.past + s.n] = key[0, :, s.start : s.start + s.n]
             values[s.slot, :, s.past : s.past + s.n] = value[0, :, s.start : s.start + s.n]
-        key._interlens = self  # type: ignore[attr-defined]
         return key, value
 
     # -- room
 
     def _allocate(self, like: torch.Tensor) -> None:
-        _, heads, _, width = like.shape
+        """Make buffers for values shaped like these: `[…, heads, positions, d]`."""
+        heads, width = like.shape[-3], like.shape[-1]
         shape = (self.n_layers, self.n_slots, heads, self.length, width)
-        self.keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        self.values = torch.zeros_like(self.keys)
+        self.values = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        tiles = (*shape[:3], self.length // TILE, width, TILE)
+        self.keys = torch.zeros(
+            tiles if self.kernel is not None else shape, dtype=like.dtype, device=like.device
+        )
+
+    def _span(self, n: int) -> int:
+        """How far the first `n` positions reach in the keys: positions, or tiles of them."""
+        return n if self.kernel is None else -(-n // TILE)
 
     def fit(self, n_slots: int, length: int) -> None:
         """Make room, with some to grow into; shrink when the longest row has become much shorter."""
@@ -105,30 +120,31 @@ class Slots(Cache):
         if self.keys is None or self.values is None:
             return
         old_keys, old_values = self.keys, self.values
-        self._allocate(old_keys[0])
-        rows, short = min(slots, old_keys.shape[1]), min(self.length, old_keys.shape[3])
-        self.keys[:, :rows, :, :short] = old_keys[:, :rows, :, :short]
+        self._allocate(old_values)
+        rows, short = min(slots, old_values.shape[1]), min(self.length, old_values.shape[3])
+        reach = self._span(short)
+        self.keys[:, :rows, :, :reach] = old_keys[:, :rows, :, :reach]
         self.values[:, :rows, :, :short] = old_values[:, :rows, :, :short]
 
     def copy(self, source: int, target: int, n: int) -> None:
         """Copy the first `n` positions of one slot into another."""
-        for buffer in (self.keys, self.values):
+        for buffer, reach in ((self.keys, self._span(n)), (self.values, n)):
             if buffer is not None:
-                buffer[:, target, :, :n] = buffer[:, source, :, :n]
+                buffer[:, target, :, :reach] = buffer[:, source, :, :reach]
 
     def take(self, slot: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first `n` positions of a slot, as tensors of their own."""
         assert self.keys is not None
         assert self.values is not None
-        return self.keys[:, slot, :, :n].clone(), self.values[:, slot, :, :n].clone()
+        return self.keys[:, slot, :, : self._span(n)].clone(), self.values[:, slot, :, :n].clone()
 
     def put(self, slot: int, kept: tuple[torch.Tensor, torch.Tensor], n: int) -> None:
         """Write the first `n` positions of parked keys and values into a slot."""
         if self.keys is None:
-            self._allocate(kept[0])
+            self._allocate(kept[1])
         assert self.keys is not None
         assert self.values is not None
-        self.keys[:, slot, :, :n] = kept[0][:, :, :n]
+        self.keys[:, slot, :, : self._span(n)] = kept[0][:, :, : self._span(n)]
         self.values[:, slot, :, :n] = kept[1][:, :, :n]
 
     def wipe(self, slot: int) -> None:

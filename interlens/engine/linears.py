@@ -18,6 +18,10 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 _PACKED, _SWITCH = "_interlens_packed", "_interlens_switch"
+LEAST = (2, 17, 33, 65)
+"""Rows at which kernels were seen to change: a lone row in fp32, 33 rows with bf16 matrix units."""
+SIZES = (1, 3, 16, 32, 33, 70)
+_FOUND: dict[tuple[Any, ...], int] = {}
 
 
 class Switch:
@@ -31,8 +35,9 @@ class Packed:
 
     def __init__(self, switch: Switch) -> None:
         self.switch = switch
-        self.stamp: tuple[int, int, int] | None = None
+        self.stamp: tuple[int, ...] | None = None
         self.weight: torch.Tensor | None = None
+        self.least = LEAST[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Packed":
         return Packed(copy.deepcopy(self.switch, memo))
@@ -103,13 +108,30 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 16)  # type: ignore[no-any-return]
 
 
-def _product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A lone row takes another kernel in fp32, so it is computed beside a copy of itself."""
+def _product(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, least: int = LEAST[0]
+) -> torch.Tensor:
+    """Few rows take another kernel than many, so fewer than `least` are computed beside rows of zeros."""
     op = torch.ops.mkldnn._linear_pointwise
-    if x.numel() == x.shape[-1]:
-        row = x.reshape(1, -1)
-        return op(torch.cat([row, row]), packed, bias, "none", [], "")[:1].reshape(*x.shape[:-1], -1)  # type: ignore[no-any-return]
-    return op(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
+    n = x.numel() // x.shape[-1]
+    if n >= least:
+        return op(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
+    padded = F.pad(x.reshape(n, -1), (0, 0, 0, least - n))
+    return op(padded, packed, bias, "none", [], "")[:n].reshape(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+
+
+def least_rows(weight: torch.Tensor, packed: torch.Tensor) -> int:
+    """From how many rows on this product gives every row the same bits, found by trying; once per shape."""
+    key = (tuple(weight.shape), weight.dtype, torch.get_num_threads())
+    if key not in _FOUND:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(SIZES[-1], weight.shape[1], generator=generator).to(weight.dtype)
+        whole = _product(x, packed, None)
+        good = (
+            m for m in LEAST if all(torch.equal(_product(x[:n], packed, None, m), whole[:n]) for n in SIZES)
+        )
+        _FOUND[key] = next(good, LEAST[0])
+    return _FOUND[key]
 
 
 def _forward(self: Any, input: torch.Tensor) -> Any:
@@ -122,7 +144,9 @@ def _forward(self: Any, input: torch.Tensor) -> Any:
         or weight.device.type != "cpu"
     ):
         return type(self).forward(self, input)
-    stamp = stamp_of(weight)
+    stamp = (*stamp_of(weight), torch.get_num_threads())
     if packed.stamp != stamp:
-        packed.stamp, packed.weight = stamp, _pack(weight.t() if type(self) is Conv1D else weight)
-    return _product(input, packed.weight, self.bias)
+        plain = weight.t() if type(self) is Conv1D else weight
+        packed.stamp, packed.weight = stamp, _pack(plain)
+        packed.least = least_rows(plain, packed.weight)
+    return _product(input, packed.weight, self.bias, packed.least)

@@ -53,28 +53,37 @@ class Text:
     def add(self, token: int) -> str:
         """Take a token, return the text that became whole."""
         self._ids.append(token)
-        window = self.tokenizer.decode(
-            self._ids[self._done :], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        new = ""
+        window, new = self._decode(), ""
         if not window.endswith("�"):
             new = window[len(self._known) :]
             self._known = window
             if len(self._ids) - self._done > 8:
-                # keep one token of context: some tokenizers drop the space of a text's first word
-                self._done = len(self._ids) - 1
-                self._known = self.tokenizer.decode(
-                    self._ids[self._done :], skip_special_tokens=True, clean_up_tokenization_spaces=False
-                )
+                self._move(window)
         self.text += new
         self.offsets.append(len(self.text))
         return new
 
+    def _move(self, window: str) -> None:
+        """Decode from the last token on, kept as context: some tokenizers drop the space of a first word, and
+        some decode a run of bytes as one, which must not be cut.
+        """
+        done, self._done = self._done, len(self._ids) - 1
+        last = self._decode()
+        if last and "�" not in last and window.endswith(last):
+            self._known = last
+        else:
+            self._done = done
+
+    def _decode(self) -> str:
+        return str(
+            self.tokenizer.decode(
+                self._ids[self._done :], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
     def close(self) -> None:
         """At the end, bytes that never became a character are shown as the decoder shows them."""
-        window = self.tokenizer.decode(
-            self._ids[self._done :], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        window = self._decode()
         if len(window) > len(self._known) and self.offsets:
             self.text += window[len(self._known) :]
             self.offsets[-1] = len(self.text)

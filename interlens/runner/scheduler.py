@@ -312,14 +312,8 @@ class Scheduler:
             self.threads.run(work)
 
     def _called(self, nest: Nest, place: int, value: Any) -> None:
-        if nest not in self._calls:
-            return  # abandoned
-        self._calls.remove(nest)
-        run = nest.task.run
-        assert run is not None
-        if isinstance(value, KeyboardInterrupt) and not run.inline:
-            self._break(run, value)
-        else:
+        if nest in self._calls:  # else it was abandoned
+            self._calls.remove(nest)
             self._answer(nest.task, place, value)
 
     def _answer(self, task: Task, place: int, value: Any) -> None:

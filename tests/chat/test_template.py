@@ -48,6 +48,21 @@ def test_ids_are_those_of_apply_chat_template(name, kind):
             assert view.ids == rendered(made, view, generate), (n, system, generate)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["chatml", "qwen2.5", "qwen3", "llama3.1"])
+def test_ids_of_a_tool_loop_are_those_of_apply_chat_template(name, kind):
+    """Also where the template writes a result as JSON, and where it puts two results into one message."""
+    made = tokenizer(kind, name)
+    steps = [
+        {"text": "CALL Hello", "ids": None, "results": ['Say "Hello"\n\n\tyou', "7"]},
+        {"text": "CALL again", "ids": None, "results": [" "]},
+    ]
+    said = [*dialogue(1), Message("me", "answer", metadata={"tool_trail": steps}), *dialogue(1)]
+    view = view_of(ChatTemplate(made), said)
+    assert [m["role"][0] for m in view.messages] == list("uattatau")
+    assert view.ids == rendered(made, view, True)
+
+
 def test_ids_of_smollm2_are_those_of_its_own_template():
     made = read_tokenizer("smollm2")
     template = ChatTemplate(made)
@@ -281,9 +296,8 @@ def test_what_another_model_sampled_joins_the_space_before_it(kind, name):
 def test_what_a_template_puts_at_the_end_is_not_lost():
     source = CHAT_TEMPLATE + "{% if messages | length > 2 %}THE END{% endif %}"
     made = tokenizer("bytes", "chatml")
-    assert view_of(ChatTemplate(made, source), dialogue(4), generate=False).text.endswith(
-        "<|im_end|>\nTHE END"
-    )
+    last = view_of(ChatTemplate(made, source), dialogue(4), generate=False).segments[-1]
+    assert (last.text, last.role, last.part) == ("<|im_end|>\nTHE END", "assistant", "footer")
 
 
 def test_a_template_that_always_opens_reasoning_is_waited_for():
@@ -344,6 +358,8 @@ def test_dates_do_not_move():
     for source in (stated, today):
         assert "Today Date: 26 Jul 2024" in view_of(ChatTemplate(made, source), dialogue(1)).text
     assert datetime.date.today() > datetime.date(2024, 7, 26)
+    with pytest.raises(TemplateError, match="asks for today in a way that cannot be fixed"):
+        view_of(ChatTemplate(made, today.replace("'%d %b %Y'", "'%d ' + '%Y'")), dialogue(1))
 
 
 def test_a_template_that_drops_messages_is_refused_with_the_roles():

@@ -137,6 +137,25 @@ def test_own_words_may_hold_markup_but_nothing_special(kind):
     assert "</s>" not in told
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_stands_beside_a_typed_token_stays_as_it_is(kind):
+    """No space is put after it, and its neighbours are the tokens they would be without it."""
+    made = tokenizer(kind, "chatml")
+    encoder = Encoder(made, "<think>")
+    (segment,) = encoder.segments([draft("Hello <think>you</s>you", "others")])
+    told = "".join(made.convert_ids_to_tokens(list(segment.ids))).replace("▁", " ").replace("Ġ", " ").strip()
+    assert told == "Hello <think>you</s>you"
+    before, after = (made(text, add_special_tokens=False)["input_ids"] for text in ("|", "|you"))
+    you = tuple(after[len(before) :])
+    assert segment.ids[-len(you) :] == you
+
+
+def test_a_tokenizer_is_not_switched_for_other_threads():
+    made = tokenizer("bytes", "chatml")
+    Encoder(made, "").segments([draft("x</s>", "others")])
+    assert made.backend_tokenizer.encode_special_tokens is False
+
+
 def test_added_tokens_that_the_template_does_not_use_are_words():
     made = tokenizer("bytes", "chatml")
     (segment,) = Encoder(made, "nothing").segments([draft("<think>", "others")])
@@ -156,7 +175,8 @@ def test_a_control_token_of_one_letter_cannot_be_said():
     made = tokenizer("bytes", "chatml", bos=None)
     encoder = Encoder(made, "")
     encoder._markup = frozenset(made("~", add_special_tokens=False)["input_ids"])
-    with pytest.raises(TemplateError, match="'~' is a control token of this template"):
+    encoder.control_ids |= encoder._markup
+    with pytest.raises(TemplateError, match="'a~b' holds a control token of one letter"):
         encoder.segments([draft("a~b", "others")])
 
 

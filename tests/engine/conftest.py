@@ -6,6 +6,13 @@ import pytest
 import torch
 
 
+@pytest.fixture
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention by plain torch, as on a machine without a compiler."""
+    monkeypatch.setattr("interlens.engine.batch.kernel_for", lambda *given: None)
+    monkeypatch.setattr("interlens.engine.selftest.kernel_for", lambda *given: None)
+
+
 @pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()

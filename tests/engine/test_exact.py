@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from interlens.engine.batch import Engine
+from interlens.engine.kernel import kernel
 from interlens.engine.selftest import examine
 from interlens.request import SamplingParams
 from tests.engine.driving import GREEDY, alone, drive, generated, packed_tiny, plain_logits, prompt, row
@@ -12,13 +13,25 @@ LENGTHS = (1, 5, 16, 17, 40, 63, 64, 65, 128, 130, 193, 260, 300, 2, 33, 100)
 NEW = 10
 
 
+@pytest.fixture(scope="module", params=["kernel", "torch"], autouse=True)
+def attention(request):
+    """Every test runs with the C kernel, where there is one, and with plain torch."""
+    if request.param == "kernel" and kernel() is None:
+        pytest.skip("no compiler or no AVX2 here: plain torch does the work")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr("interlens.engine.batch.kernel_for", lambda *given: None)
+            patch.setattr("interlens.engine.selftest.kernel_for", lambda *given: None)
+        yield request.param
+
+
 @pytest.fixture(scope="module")
-def model():
+def model(attention):
     return packed_tiny()
 
 
 @pytest.fixture(scope="module")
-def rows():
+def rows(attention):
     """Sixteen rows: every other one greedy, the rest sampled."""
     return [
         row(prompt(n, i), NEW, seed=i, sampling=GREEDY if i % 2 else SamplingParams(temperature=1.1))
@@ -88,6 +101,21 @@ def test_a_prefix_hit_changes_no_bit(model, rows, solo):
         # the last token drawn was never run: all before it is resident
         assert hit.done.reused_tokens == len(request.ids) + NEW - 1
         assert hit.same_bits(alone(model, longer))
+
+
+def test_five_turns_with_resident_keys_are_five_turns_read_anew_also_after_an_edit(model):
+    engine, ids = Engine(model), prompt(40, 1)
+    for turn in range(5):
+        request = row(ids, 12, seed=turn, sampling=SamplingParams(temperature=1.2))
+        [result] = drive(engine, [request])
+        assert result.same_bits(alone(model, request))
+        assert result.done.reused_tokens == (0 if turn == 0 else len(request.ids) - 8)
+        ids = (*ids, *result.ids, *prompt(7, turn))
+    edited = (*ids[:70], 5 if ids[70] != 5 else 6, *ids[71:])
+    request = row(edited, 12, seed=9)
+    [result] = drive(engine, [request])
+    assert result.done.reused_tokens == 70
+    assert result.same_bits(alone(model, request))
 
 
 def test_keys_that_were_evicted_are_rebuilt_with_the_same_bits(model, rows, solo):

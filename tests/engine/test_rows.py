@@ -3,6 +3,8 @@
 import random
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from interlens.engine.batch import Engine
 from interlens.engine.rows import Row, RowRequest, Text
@@ -26,7 +28,7 @@ class Reply:
         request = RowRequest(
             ids=(5,),
             max_new_tokens=options.pop("new", 500),
-            end_ids=frozenset({END}),
+            end_ids=options.pop("end_ids", frozenset({END})),
             on_delta=self.deltas.append,
             **options,
         )
@@ -71,6 +73,34 @@ def test_any_bytes_give_the_text_that_the_tokenizer_gives(tokenizer):
         assert reply.told == reply.text
         assert reply.row.text.offsets == sorted(reply.row.text.offsets)
         assert reply.row.text.offsets[-1:] == [len(reply.text)][: len(ids)]
+
+
+def words_and_bytes():
+    """A tokenizer as Llama 2's or Gemma's: spaces inside words, and bytes for what is in no word."""
+    words = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "▁the", "▁cat", "s", "▁▁", "é", "."]
+    core = Tokenizer(
+        models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<unk>", clean_up_tokenization_spaces=False
+    )
+
+
+def test_a_tokenizer_of_words_and_bytes_loses_no_character():
+    tokenizer, chance = words_and_bytes(), random.Random(2)
+    for _ in range(300):
+        ids: list[int] = []
+        for _ in range(chance.randrange(1, 25)):
+            if chance.random() < 0.5:
+                ids.append(chance.randrange(257, len(tokenizer)))
+            else:
+                ids += [1 + b for b in chance.choice("ü你😀").encode()]
+        reply = Reply(tokenizer, new=len(ids), end_ids=frozenset()).take(ids)
+        assert reply.text == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        assert reply.told == reply.text
 
 
 def test_a_character_is_told_when_it_is_whole(tokenizer):

@@ -213,7 +213,7 @@ def test_a_llama_fits_and_is_exact():
     assert (verdict.fits, verdict.exact, verdict.why) == (True, True, "")
 
 
-def test_wrong_attention_is_found(monkeypatch):
+def test_wrong_attention_is_found(monkeypatch, plain_torch):
     right = selftest.prefill_segment
     monkeypatch.setattr("interlens.engine.attention.prefill_segment", lambda *given: 1.01 * right(*given))
     verdict = examine(packed_tiny())
@@ -222,7 +222,7 @@ def test_wrong_attention_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["interlens.engine.attention.weigh", "interlens.engine.linears._product"])
-def test_bits_that_depend_on_the_batch_are_found(monkeypatch, where):
+def test_bits_that_depend_on_the_batch_are_found(monkeypatch, plain_torch, where):
     """A sum that depends on how many rows, or how many padded keys, there are."""
     right = {"weigh": torch.bmm, "_product": linears._product}[where.rpartition(".")[2]]
     monkeypatch.setattr(where, lambda x, *rest: right(x, *rest) * (1 + 1e-6 * (x.shape[-2] + x.shape[-1])))

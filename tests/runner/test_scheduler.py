@@ -320,6 +320,7 @@ def test_a_running_call_is_abandoned_and_holds_up_nobody(sched: Scheduler) -> No
     events.close()
     # A backend that waits until nobody else can ask is not kept waiting by a call that nobody waits for.
     assert sched.ask(asking(echo(VirtualClock(), 5.0), ["a", "b"])) == ["a", "b"]
+    assert ran_on == []
     release.set()
     until(lambda: bool(ran_on))
     sched.call(lambda: None)
@@ -454,11 +455,11 @@ def test_text_of_two_speakers_stays_whole_at_any_speed(seed: int) -> None:
 
 
 class Broken(ScriptedBackend):
-    """Raises in one of its methods, once."""
+    """Raises in one of its methods, once or several times, while more than one request is in flight."""
 
-    def __init__(self, where: str, **rest: Any) -> None:
+    def __init__(self, where: str, times: int = 1, **rest: Any) -> None:
         super().__init__(lambda r: r.prompt.messages[-1]["content"], **rest)
-        self.where, self.left = where, 1
+        self.where, self.left = where, times
 
     def _trip(self, where: str) -> None:
         if where == self.where and self.left and self.live > 1:
@@ -493,6 +494,17 @@ def test_a_backend_that_breaks_fails_those_who_wait_for_it_alone(sched: Schedule
     assert outcomes(sched, [Task(str(i), asking(broken, [f"{i}", "b"])) for i in range(3)]) == {
         str(i): [f"{i}", "b"] for i in range(3)
     }
+    assert sched.call(lambda: (sched._asked, sched._busy)) == ({}, {})
+
+
+def test_what_a_broken_backend_still_finishes_misleads_nobody(sched: Scheduler) -> None:
+    """It breaks again when it is asked to tidy up; what it gives later belongs to nobody."""
+    backend = Broken("step", times=2)
+    failed = outcomes(sched, [Task(str(i), asking(backend, [f"old {i}"])) for i in range(3)])
+    assert [type(e) for e in failed.values()] == [OSError] * 3
+    assert backend.live == 3
+    for text in ("a", "b"):
+        assert sched.ask(asking(backend, [text, text + text])) == [text, text + text]
     assert sched.call(lambda: (sched._asked, sched._busy)) == ({}, {})
 
 

@@ -1,0 +1,163 @@
+"""The C kernel: built, right, exact in itself, refused where it must be, and the engine does without it."""
+
+import logging
+import subprocess
+
+import pytest
+import torch
+
+from interlens.engine import kernel as kernels
+from interlens.engine.kernel import SHARE, TILE, Kernel, build, kernel, kernel_for, tasks_of, tried
+from interlens.engine.load import tiny
+
+built = kernel()
+needs_kernel = pytest.mark.skipif(
+    built is None, reason="no compiler or no AVX2 here: plain torch does the work"
+)
+
+
+@pytest.fixture
+def anew(monkeypatch, tmp_path):
+    """A fresh look for the kernel, in an empty cache."""
+    monkeypatch.setenv("INTERLENS_CACHE", str(tmp_path))
+    kernel.cache_clear()
+    yield monkeypatch
+    kernel.cache_clear()
+
+
+def rows(dtype, heads=2, group=3, width=32, length=256, n=40, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(3, heads, length, width, generator=generator).to(dtype) for _ in "kv")
+    q = torch.randn(heads * group, n, width, generator=generator).to(dtype)
+    return q, k.reshape(3, heads, length // TILE, TILE, width).transpose(-1, -2).contiguous(), k, v
+
+
+def by_hand(q, k, v, position, scale, window=0, cap=0.0, sinks=None):
+    """One query after the other, in double precision."""
+    group = q.shape[0] // k.shape[0]
+    out = torch.empty(q.shape[1], q.shape[0], q.shape[2], dtype=torch.float64)
+    for head in range(q.shape[0]):
+        keys, values = k[head // group].double(), v[head // group].double()
+        for i in range(q.shape[1]):
+            p = position + i
+            low = max(0, p + 1 - window) if window else 0
+            scores = keys[low : p + 1] @ q[head, i].double() * scale
+            scores = torch.tanh(scores / cap) * cap if cap else scores
+            weights = scores.exp()
+            total = weights.sum() + (sinks[head].double().exp() if sinks is not None else 0)
+            out[i, head] = (weights / total) @ values[low : p + 1]
+    return out
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("window", "cap", "sunk"), [(0, 0.0, False), (19, 0.0, False), (0, 5.0, False), (50, 9.0, True)]
+)
+@pytest.mark.parametrize(("group", "width"), [(1, 16), (3, 64), (5, 80), (16, 128)])
+def test_it_agrees_with_attention_by_hand(dtype, window, cap, sunk, group, width):
+    q, tiles, k, v = rows(dtype, group=group, width=width, n=9)
+    sinks = torch.linspace(-1, 1, q.shape[0]) if sunk else None
+    tasks = tasks_of([(0, 9, 1, 130)])
+    out = built.attend(q, tiles, v, tasks, scale=0.2, window=window, cap=cap, sinks=sinks)
+    wanted = by_hand(q, k[1], v[1], 130, 0.2, window, cap, sinks)
+    assert torch.allclose(out.double(), wanted, atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_query_has_its_bits_whatever_is_beside_it(dtype, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        q, tiles, _, v = rows(dtype)
+        whole = built.attend(q, tiles, v, tasks_of([(0, 40, 1, 0)]), scale=0.2)
+        for cuts in ([1] * 40, [7, 33], [39, 1], [16, 16, 8]):
+            parts, at = [], 0
+            for n in cuts:
+                own = q[:, at : at + n]
+                beside = tasks_of([(0, n, 1, at)])
+                parts.append(built.attend(own, tiles, v, beside, scale=0.2))
+                at += n
+            assert torch.equal(torch.cat(parts), whole)
+        mates = tasks_of([(0, 1, 0, 200), (1, 1, 1, 17), (2, 1, 2, 3)])
+        among = built.attend(q[:, [5, 17, 9]].contiguous(), tiles, v, mates, scale=0.2)
+        assert torch.equal(among[1], whole[17])
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernel
+def test_both_forms_have_the_same_bits():
+    if not {"avx512f", "fma"} <= kernels.processor_flags():
+        pytest.skip("this processor has one form only")
+    compiler = next(p for c in ("cc", "gcc", "clang") if (p := kernels.shutil.which(c)))
+    forms = [Kernel(build(compiler, name), name) for name in kernels.FORMS]
+    q, tiles, _, v = rows(torch.float32)
+    first, second = (f.attend(q, tiles, v, tasks_of([(0, 40, 2, 60)]), scale=0.3) for f in forms)
+    assert torch.equal(first, second)
+
+
+def test_long_segments_are_shared_out():
+    tasks = tasks_of([(0, 1, 4, 9), (1, 2 * SHARE + 3, 2, 5)])
+    assert tasks.count.tolist() == [1, SHARE, SHARE, 3]
+    assert tasks.position.tolist() == [9, 5, 5 + SHARE, 5 + 2 * SHARE]
+    assert (tasks.tokens, tasks.longest) == (2 * SHARE + 4, 2 * SHARE + 8)
+
+
+def test_it_is_switched_off_by_one_setting(anew):
+    anew.setenv("INTERLENS_KERNEL", "0")
+    assert kernel() is None
+
+
+def test_without_a_compiler_plain_torch_does_the_work(anew):
+    anew.setattr(kernels.shutil, "which", lambda name: None)
+    assert kernel() is None
+
+
+def test_without_avx2_it_is_refused(anew):
+    anew.setattr(kernels, "processor_flags", lambda: {"sse2"})
+    assert kernel() is None
+
+
+@needs_kernel
+def test_a_compiler_that_fails_is_told_in_the_log(anew, caplog):
+    anew.setattr(kernels, "SOURCE", kernels.SOURCE.with_name("tiny.py"))
+    with caplog.at_level(logging.WARNING, "interlens.engine"):
+        assert kernel() is None
+    assert "could not be built" in caplog.text
+
+
+@needs_kernel
+def test_a_kernel_that_is_wrong_is_not_used(anew, caplog):
+    right = Kernel.attend
+    anew.setattr(Kernel, "attend", lambda self, *a, **k: 1.01 * right(self, *a, **k))
+    with caplog.at_level(logging.WARNING, "interlens.engine"):
+        assert kernel() is None
+    assert "self-test" in caplog.text
+
+
+@needs_kernel
+def test_it_is_built_once(anew, tmp_path):
+    run = subprocess.run
+
+    def no_building(command, **options):
+        assert "-c" not in command
+        return run(command, **options)
+
+    assert tried(kernel())
+    [made] = tmp_path.rglob("*.so")
+    kernel.cache_clear()
+    anew.setattr(subprocess, "run", no_building)
+    assert kernel().path == made
+
+
+def test_what_it_cannot_compute_goes_to_plain_torch():
+    cpu = torch.device("cpu")
+    assert kernel_for(cpu, torch.float16, 64) is None
+    assert kernel_for(cpu, torch.float32, 20) is None
+    assert kernel_for(cpu, torch.float32, 512) is None
+    assert kernel_for(cpu, torch.float32, 0) is None
+    model, _ = tiny()
+    assert model.config.head_dim % TILE == 0
