@@ -93,7 +93,7 @@ class Kernel:
         values: torch.Tensor,
         tasks: Tasks,
     ) -> None:
-        """Write new keys and values `[H, T, d]` into tiles `[slots, H, L/16, d, 16]` and `[slots, H, L, d]`."""
+        """Write keys and values `[H, T, d]` into tiles `[slots, H, L/16, d, 16]` and `[slots, H, L, d]`."""
         heads, n, width = key.shape
         if key.stride() != value.stride() or key.stride(2) != 1:
             key, value = key.contiguous(), value.contiguous()

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
+from interlens.engine.kernel import kernel
 from interlens.errors import RecipeChanged
 from interlens.request import Call, digest_of
 from interlens.runner.analyzers import run_worker_inits
@@ -286,4 +287,6 @@ def environment() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is not None:
         out["threads"] = torch.get_num_threads()
+    built = kernel()
+    out["attention"] = built.build if built is not None else "torch"
     return out
