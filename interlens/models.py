@@ -71,6 +71,9 @@ class ModelParticipant(Participant):
             raise ValueError(f"{self.name}: an empty stop string would end every reply at once")
         made = (self.tools,) if callable(self.tools) else tuple(self.tools)
         object.__setattr__(self, "tools", tuple(calling.Tool.of(t) for t in made))
+        names = [t.name for t in self.tools]
+        if doubled := sorted({n for n in names if names.count(n) > 1}):
+            raise ValueError(f"{self.name}: two tools are called {doubled[0]!r}; a call could mean either")
         if self.max_new_tokens < 1:
             raise ValueError(f"{self.name}: max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.thinking not in ("auto", True, False):
@@ -212,10 +215,11 @@ class ModelParticipant(Participant):
             request = self._request(turn, view, cap - used, path)
             done: Completion = yield request
             used += done.n_tokens
-            calls = calling.parse(done.text, self._format()) if self.tools else []
+            start = spoken.split_reply(done, view).start
+            calls = calling.parse(done.text[start:], self._format()) if self.tools else []
             if not calls or len(trail) >= self.max_tool_iters or used >= cap:
                 break
-            step = self._step(done, calls)
+            step = self._step(done, calls, start)
             step["results"] = yield [
                 Call(
                     fn=calling.perform,
@@ -284,11 +288,12 @@ class ModelParticipant(Participant):
             kv_reuse=self.kv_reuse is not False,
         )
 
-    def _step(self, done: Completion, calls: Sequence[calling.ToolCall]) -> dict[str, Any]:
+    def _step(self, done: Completion, calls: Sequence[calling.ToolCall], start: int) -> dict[str, Any]:
         ids = list(done.token_ids)
         end = ids.pop() if done.finish == "eos" and ids else None
         return {
             "text": done.text,
+            "answer": start,
             "ids": ids if done.finish != "stop" else None,
             "end_id": end,
             "tokenizer": self.tokenizer_key,

@@ -30,7 +30,7 @@ class Speaker:
 
 def message_of(done: Completion, request: Generate, view: View, turn: Turn, who: Speaker) -> Message:
     """Words, ids and record of one completion."""
-    parted = reasoning.split(done.text, view.waits_for)
+    parted = split_reply(done, view)
     meta: dict[str, Any] = {
         "turn": turn.turn,
         "n_tokens": done.n_tokens,
@@ -51,11 +51,33 @@ def message_of(done: Completion, request: Generate, view: View, turn: Turn, who:
             meta[name] = value
     acts = None
     if turn.captures and done.captures is not None and who.n_layers is not None:
-        items, receipts = cut(turn.captures, done.captures, view, done.n_tokens, turn.turn, who.n_layers)
+        items, receipts = cut(
+            turn.captures,
+            done.captures,
+            view,
+            done.n_tokens,
+            turn.turn,
+            who.n_layers,
+            thought=_tokens_before(done, parted.start),
+            ended=done.finish == "eos",
+        )
         acts = Activations(items)
         meta["receipts"] = [*receipts, *done.receipts]
     ids = done.token_ids or None
     return Message(who.name, done.text[parted.start :], token_ids=ids, metadata=meta, activations=acts)
+
+
+def split_reply(done: Completion, view: View) -> reasoning.Split:
+    """Where the answer of a completion begins."""
+    return reasoning.split(done.text, view.waits_for, cut=done.finish != "eos")
+
+
+def _tokens_before(done: Completion, start: int) -> int:
+    """How many of the sampled tokens lie before a character, whole or in part."""
+    if start <= 0:
+        return 0
+    last = len(done.token_ids) - (done.finish == "eos")
+    return next((k + 1 for k, end in enumerate(done.offsets[:last]) if end >= start), last)
 
 
 def _applied(request: Generate) -> dict[str, Any]:
@@ -71,9 +93,7 @@ def _spelling(done: Completion, start: int, special: frozenset[int]) -> dict[str
     if done.finish == "eos" and ids:
         last -= 1
         out["end_id"] = ids[-1]
-    first = 0
-    if start > 0:
-        first = next((k + 1 for k, end in enumerate(ends) if end >= start), last)
+    first = _tokens_before(done, start)
     exact = start == 0 or (first > 0 and len(ends) >= first and ends[first - 1] == start)
     if done.finish == "stop":
         last = next((k for k, end in enumerate(ends) if end > len(done.text)), last)

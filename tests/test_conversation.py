@@ -584,3 +584,24 @@ def test_modifiers_copy_and_read_when_bare():
     assert (other.turns(), other.name(), other.seed()) == (6, "n", 9)
     assert conv.set(shared_context="Coffee.").transcript[0].content == "Coffee."
     assert conv.transcript[0].content == "Tea."
+
+
+def test_the_end_token_is_footer_in_the_turn_as_in_every_later_view():
+    conv = Conversation([tiny("a", logit_bias={2: 5.0}, max_new_tokens=40)], shared_context="Go.")
+    message = conv.step("a", capture=Capture(layers=0, span=Span(phase="generated")))
+    content = conv.branch_from(0).step("a", capture=Capture(layers=0, span=Span(who="self", part="content")))
+    assert message.metadata["finish"] == "eos"
+    n = message.metadata["n_tokens"]
+    assert len(message.activations.at()) == n
+    assert content.activations.at().equal(message.activations.at()[: n - 1])
+    later = conv.view("a").positions(Span(who="self", part="content"))
+    assert list(content.activations.items[0].positions) == later
+
+
+def test_two_tools_of_one_name_are_refused():
+    def twin(x: str) -> str:
+        """One."""
+        return x
+
+    with pytest.raises(ValueError, match="two tools are called 'twin'"):
+        ModelParticipant(name="b", backend=ScriptedBackend(["x"]), tools=(twin, twin))

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from interlens import html
-from interlens.chat.reasoning import TAGS, Visibility, opened_by, split
+from interlens.chat.reasoning import TAGS, Visibility, opened_by
 from interlens.chat.spans import Channel, Segment, SpanLike
 from interlens.chat.template import Block, ChatTemplate, Piece
 from interlens.message import Message
@@ -235,9 +235,7 @@ def _own(entry: Entry, reading: Reading, opening: Piece) -> list[Block]:
 
 def _bare(step: Mapping[str, Any]) -> Mapping[str, Any]:
     """A round of a tool loop without its reasoning, also where the template had opened that."""
-    text = step["text"]
-    closing = next((end for begin, end in TAGS if end in text and begin not in text), None)
-    start = split(text, closing).start
+    text, start = step["text"], step["answer"]
     return {**step, "text": text[start:], "ids": None} if start else step
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from interlens.chat.spans import Segment, Span, SpanLike
+from interlens.chat.spans import Channel, Part, Segment, Span, SpanLike
 from interlens.chat.view import View
 from interlens.errors import StoreError, nearest
 from interlens.interp.sites import SITES, absolute, parse
@@ -96,9 +96,9 @@ def plan_of(captures: Sequence[Capture], view: View, n_layers: int, turn: int) -
     generated = False
     for capture in captures:
         pairs |= dict.fromkeys(capture.addresses(n_layers))
-        mask = _mask(capture.span, _turn_segments(view, turn, 1), view.pov)
-        generated = generated or mask[-1] or _counts(capture.span)
-        prompt |= {i for i, chosen in enumerate(mask[:-1]) if chosen}
+        mask = _mask(capture.span, _turn_segments(view, turn, 3, 1, True), view.pov)
+        generated = generated or any(mask[-3:]) or _counts(capture.span)
+        prompt |= {i for i, chosen in enumerate(mask[:-3]) if chosen}
         if _counts(capture.span):
             prompt |= set(range(len(view.ids)))
     return RowPlan(captures=tuple(pairs), prompt=tuple(sorted(prompt)), generated=generated)
@@ -115,23 +115,32 @@ def _mask(span: SpanLike | None, segments: Sequence[Segment], pov: str) -> list[
     return (span or Span()).mask(segments, pov)
 
 
-def _turn_segments(view: View, turn: int, n_reply: int) -> tuple[Segment, ...]:
-    """The segments of one turn: all that was given is its prompt, the reply alone is generated."""
-    prompt = (replace(s, generated=False) for s in view.segments_or_raise())
-    return (*prompt, _reply(view.pov, turn, (0,) * n_reply))
+def _turn_segments(
+    view: View, turn: int, n_reply: int, thought: int = 0, ended: bool = False
+) -> tuple[Segment, ...]:
+    """The segments of one turn: all that was given is its prompt, the reply alone is generated.
 
-
-def _reply(pov: str, turn: int, ids: tuple[int, ...]) -> Segment:
-    return Segment(
-        text="",
-        ids=ids,
-        role="assistant",
-        part="content",
-        speaker=pov,
-        turn=turn,
-        generated=True,
-        channel="answer",
+    Of the reply's tokens the first `thought` are reasoning, and the last is the end token where it `ended`.
+    """
+    parts: tuple[tuple[int, Part, Channel | None], ...] = (
+        (thought, "content", "reasoning"),
+        (n_reply - thought - ended, "content", "answer"),
+        (int(ended), "footer", None),
     )
+    reply = (
+        Segment(
+            text="",
+            ids=(0,) * n,
+            role="assistant",
+            part=part,
+            speaker=view.pov,
+            turn=turn,
+            generated=True,
+            channel=channel,
+        )
+        for n, part, channel in parts
+    )
+    return (*(replace(s, generated=False) for s in view.segments_or_raise()), *reply)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,16 +287,25 @@ def _from_start(layer: int, n_layers: int | None) -> int:
 
 
 def cut(
-    captures: Sequence[Capture], raw: Mapping[str, Any], view: View, n_reply: int, turn: int, n_layers: int
+    captures: Sequence[Capture],
+    raw: Mapping[str, Any],
+    view: View,
+    n_reply: int,
+    turn: int,
+    n_layers: int,
+    *,
+    thought: int = 0,
+    ended: bool = False,
 ) -> tuple[list[Activation], list[dict[str, Any]]]:
     """Cut what the engine kept to each capture's exact span; return activations and receipts.
 
     `raw` holds `positions` `[k]` and one `[k, d]` tensor per address. Every token of the reply has a
-    position, the last one too, unless the turn was cancelled before it was run.
+    position, the last one too, unless the turn was cancelled before it was run. The first `thought` of them
+    are reasoning; where the reply `ended`, the last is the end token, which is footer and not content.
     """
     import torch
 
-    segments = _turn_segments(view, turn, n_reply)
+    segments = _turn_segments(view, turn, n_reply, thought, ended)
     place = {p: i for i, p in enumerate(raw["positions"].tolist())}
     out, receipts = [], []
     for capture in captures:
@@ -302,31 +320,29 @@ def cut(
         kept = [p for p in wanted if p > 0] or wanted if capture.reduce == "mean" else wanted
         rows = torch.tensor([place[p] for p in kept])
         for site, layer in capture.addresses(n_layers):
-            tensor = raw[f"{site}.{layer}"][rows]
-            if capture.reduce == "mean":
-                tensor = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
-            elif capture.reduce == "last":
-                tensor, kept = tensor[-1:], kept[-1:]
+            tensor, at = _reduced(raw[f"{site}.{layer}"][rows], tuple(kept), capture.reduce)
             out.append(
                 Activation(
                     participant=view.pov,
                     turn=turn,
                     site=site,
                     layer=layer,
-                    positions=tuple(kept),
+                    positions=at,
                     tensor=tensor,
                     reduce=capture.reduce,
                     n_layers=n_layers,
                     source=capture,
                 )
             )
-            receipts.append(
-                {
-                    "kind": "capture",
-                    "site": site,
-                    "layer": layer,
-                    "positions": len(kept),
-                    "reduce": capture.reduce,
-                }
-            )
+            what = {"site": site, "layer": layer, "positions": len(at), "reduce": capture.reduce}
+            receipts.append({"kind": "capture", **what})
     return out, receipts
+
+
+def _reduced(
+    tensor: "torch.Tensor", positions: tuple[int, ...], reduce: Reduce
+) -> tuple["torch.Tensor", tuple[int, ...]]:
+    """Reduce over positions; a mean is taken in fp32."""
+    if reduce == "mean":
+        return tensor.float().mean(0, keepdim=True).to(tensor.dtype), positions
+    return (tensor[-1:], positions[-1:]) if reduce == "last" else (tensor, positions)

@@ -312,8 +312,14 @@ class Scheduler:
             self.threads.run(work)
 
     def _called(self, nest: Nest, place: int, value: Any) -> None:
-        if nest in self._calls:  # else it was abandoned
-            self._calls.remove(nest)
+        if nest not in self._calls:
+            return  # abandoned
+        self._calls.remove(nest)
+        run = nest.task.run
+        assert run is not None
+        if isinstance(value, KeyboardInterrupt) and not run.inline:
+            self._break(run, value)  # nothing else of the run begins
+        else:
             self._answer(nest.task, place, value)
 
     def _answer(self, task: Task, place: int, value: Any) -> None:

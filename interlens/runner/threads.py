@@ -41,5 +41,6 @@ class Threads:
                         return
                 continue  # it was taken in the meantime
             work()
+            del work  # an idle thread holds on to nothing
             with self._lock:
                 self._idle.append(inbox)

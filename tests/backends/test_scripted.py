@@ -98,6 +98,16 @@ def test_backends_with_one_clock_wait_for_each_other() -> None:
     assert len(slow.step()) == 1
 
 
+def test_time_does_not_go_back() -> None:
+    clock = VirtualClock()
+    backend = echo(clock, 3.0)
+    backend.submit(request(backend))
+    clock.now = 5.0
+    backend.idle()
+    assert clock.now == 5
+    assert len(backend.step()) == 1
+
+
 def test_real_time() -> None:
     backend = echo(latency=0.05)
     began = time.monotonic()

@@ -54,8 +54,8 @@ def test_ids_of_a_tool_loop_are_those_of_apply_chat_template(name, kind):
     """Also where the template writes a result as JSON, and where it puts two results into one message."""
     made = tokenizer(kind, name)
     steps = [
-        {"text": "CALL Hello", "ids": None, "results": ['Say "Hello"\n\n\tyou', "7"]},
-        {"text": "CALL again", "ids": None, "results": [" "]},
+        {"text": "CALL Hello", "answer": 0, "ids": None, "results": ['Say "Hello"\n\n\tyou', "7"]},
+        {"text": "CALL again", "answer": 0, "ids": None, "results": [" "]},
     ]
     said = [*dialogue(1), Message("me", "answer", metadata={"tool_trail": steps}), *dialogue(1)]
     view = view_of(ChatTemplate(made), said)

@@ -242,7 +242,7 @@ def test_own_reasoning_is_whole_again_without_its_ids():
 def test_the_reasoning_of_a_tool_loop_goes_with_the_turn(text, opened, visibility):
     made = tokenizer("bytes", "r1" if opened else "qwen2.5")
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    step = {"text": text + call, "ids": None, "tokenizer": None, "results": ["7"]}
+    step = {"text": text + call, "answer": len(text), "ids": None, "tokenizer": None, "results": ["7"]}
     reply = Message("a", "It is 7.", metadata={"tool_trail": [step]})
     reading = Reading(pov="a", visibility=visibility)
     view = compose(entries(M, reply, B), reading, ChatTemplate(made))
@@ -260,7 +260,7 @@ def test_the_reasoning_of_a_tool_loop_goes_with_the_turn(text, opened, visibilit
 def test_a_tool_loop_is_seen_by_its_owner_alone(name):
     made = tokenizer("bytes", name)
     call, result = "CALL f", "RESULT <|im_end|></s>"
-    steps = [{"text": call, "ids": None, "tokenizer": None, "results": [result, result]}] * 2
+    steps = [{"text": call, "answer": 0, "ids": None, "tokenizer": None, "results": [result, result]}] * 2
     reply = Message("a", "done", metadata={"tool_trail": steps})
     mine = compose(entries(M, reply, B), Reading(pov="a"), ChatTemplate(made))
     assert mine.text.count(call) == 2
@@ -281,7 +281,7 @@ def test_tool_results_without_a_tool_role_are_said_by_the_user():
     assert not template("mistral").traits.tool_role
     assert not template("gemma2").traits.tool_role
     assert template("qwen2.5").traits.tool_role
-    step = {"text": "CALL", "ids": None, "tokenizer": None, "results": ["7"]}
+    step = {"text": "CALL", "answer": 0, "ids": None, "tokenizer": None, "results": ["7"]}
     reading = Reading(pov="a")
     view = compose(entries(B), reading, template("gemma2"), trail=trail_blocks(step, reading, turn=1))
     assert roles(view) == "uau"
@@ -292,7 +292,14 @@ def test_the_ids_of_a_call_stay_as_sampled():
     made = tokenizer("bpe", "qwen2.5")
     reply = sampled(made, "a", "call it")
     ids = list(reply.token_ids[:-1])
-    step = {"text": "call it", "ids": ids, "end_id": made.eos_token_id, "tokenizer": "own", "results": ["7"]}
+    step = {
+        "text": "call it",
+        "answer": 0,
+        "ids": ids,
+        "end_id": made.eos_token_id,
+        "tokenizer": "own",
+        "results": ["7"],
+    }
     reading = Reading(pov="a", tokenizer_key="own")
     asked = compose(entries(M), reading, ChatTemplate(made))
     blocks = trail_blocks(step, reading, turn=0, speaker="a")

@@ -5,6 +5,7 @@ words changes everything after it.
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,14 @@ def asking(backend: ScriptedBackend, texts: Iterable[str]) -> Any:
         done = yield request(backend, text, f"turn/{i}")
         said.append(done.text)
     return said
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for another thread; fail after ten seconds."""
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end, "it never came to hold"
+        time.sleep(0.001)
 
 
 def echo(clock: VirtualClock | None = None, latency: Any = 0.0) -> ScriptedBackend:

@@ -16,7 +16,7 @@ from interlens import Conversation, FunctionParticipant, RunReport, ScriptedPart
 from interlens.runner.scheduler import scheduler
 from interlens.runner.store import index_records
 from tests.runner.children import ended, forked, slow_talk, wait_for_entries
-from tests.runner.talk import about, essence, talk, words
+from tests.runner.talk import about, essence, sent, talk, words
 
 
 def quiet(conv: Conversation, out: Path | None = None, n: int | None = None, **options: Any) -> RunReport:
@@ -67,6 +67,7 @@ def test_an_analyzer_that_is_interrupted_leaves_the_finished_ones_with_their_ana
     with pytest.raises(KeyboardInterrupt):
         quiet(conv, tmp_path, max_batch_size=1)
     half = RunReport.load(tmp_path, trust=True)
+    assert max(job for job, _ in sent(conv)) == 7  # nothing else has begun
     assert half.analyses() == {f"row_0000{i}": 3 for i in range(7)}
     assert not half.complete
     calm.append(True)

@@ -355,12 +355,15 @@ def test_more_samples(tmp_path: Path) -> None:
 def test_logs_of_finished_jobs_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     conv = about(talk(turns=3), 8)
     quiet(conv, tmp_path)
-    read: list[Any] = []
-    monkeypatch.setattr(execute, "read_log", lambda lines: read.append(lines) or store.read_log(lines))  # type: ignore[func-returns-value]
-    found = store.index_logs(tmp_path, index_records(tmp_path))
-    assert found == {}
+    found: list[dict[str, Any]] = []
+
+    def watched(*args: Any) -> Any:
+        found.append(store.index_logs(*args))
+        return found[-1]
+
+    monkeypatch.setattr(execute, "index_logs", watched)
     assert len(quiet(conv, tmp_path).skipped) == 8
-    assert read == []
+    assert found == [{}]
 
 
 def test_a_stream_of_unknown_length_knows_when_it_has_ended(tmp_path: Path) -> None:

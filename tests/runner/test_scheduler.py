@@ -5,6 +5,7 @@ import heapq
 import itertools
 import logging
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,7 @@ from interlens.runner.log import Log
 from interlens.runner.scheduler import Scheduler, Task
 from interlens.runner.scheduler import scheduler as of_this_process
 from interlens.runner.tasks import Event, Run
-from tests.runner.talk import asking, echo, request
+from tests.runner.talk import asking, echo, request, until
 
 
 @pytest.fixture
@@ -33,14 +34,6 @@ def sched() -> Iterator[Scheduler]:
 def outcomes(sched: Scheduler, tasks: Iterable[Task], **how: Any) -> dict[str, Any]:
     """What each task returned or raised, in the order in which they ended."""
     return {e.task: e.error or e.value for e in sched.start(tasks, **how).events()}
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Wait for another thread; fail after ten seconds."""
-    end = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < end, "it never came to hold"
-        time.sleep(0.001)
 
 
 def called(fn: Callable[..., Any], path: str = "call") -> Any:
@@ -189,6 +182,30 @@ def test_nested_asks_are_batched_and_logged_with_their_call(sched: Scheduler) ->
     inner = ["0/turn/0", "0/turn/1", "1/turn/0"]
     paths = ["turn/0", *(f"turn/0/hook/0/{p}" for p in inner), "turn/0/hook/0"]
     assert sorted(e["path"] for e in entries) == sorted(paths * 10)
+
+
+def test_a_nested_ask_goes_before_jobs_that_began_later(sched: Scheduler) -> None:
+    """A local backend is told whose turn it is: the order in which jobs began."""
+    told: list[tuple[str, int]] = []
+
+    class Local(ScriptedBackend):
+        local = True
+
+        def submit(self, asked: Any, on_delta: Any = None, priority: int = 0) -> Ticket:
+            told.append((asked.prompt.messages[0]["content"], priority))
+            return super().submit(asked, on_delta)
+
+    backend = Local(lambda r: "x")
+    gate = threading.Barrier(3, timeout=10)
+
+    def nested(name: str) -> None:
+        gate.wait()
+        sched.ask(asking(backend, [name]))
+
+    tasks = [Task(str(i), called(lambda i=i: nested(str(i)))) for i in range(3)]  # type: ignore[misc]
+    outcomes(sched, tasks)
+    numbers = dict(told)
+    assert numbers["0"] < numbers["1"] < numbers["2"]
 
 
 def test_asks_nest_to_any_depth(sched: Scheduler) -> None:
@@ -441,13 +458,16 @@ def test_text_of_two_speakers_stays_whole_at_any_speed(seed: int) -> None:
         run.tell(Event("end"))
 
     writer = threading.Thread(target=write)
-    writer.start()
-    got = {"a": "", "b": ""}
-    for event in run.events():
-        got[event.task] += event.value
-        if rng.random() < 0.01:
-            time.sleep(0.001)
-    writer.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        writer.start()
+        got = {"a": "", "b": ""}
+        for event in run.events():
+            got[event.task] += event.value
+        writer.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert got == {name: "".join(f"{t} " for task, t in pieces if task == name) for name in "ab"}
 
 

@@ -1,8 +1,10 @@
 """Threads for calls that block."""
 
 import threading
+import weakref
 
 from interlens.runner.threads import Threads
+from tests.runner.talk import until
 
 
 def test_one_thread_per_blocked_call_and_idle_ones_are_used_again() -> None:
@@ -12,12 +14,21 @@ def test_one_thread_per_blocked_call_and_idle_ones_are_used_again() -> None:
         for _ in range(8):
             threads.run(lambda done=done: (gate.wait(), done.append(threading.current_thread().name)))  # type: ignore[misc]
         gate.wait()
-        ready = threading.Event()
-        while len(threads._idle) < 8:
-            ready.wait(0.001)
+        until(lambda: len(threads._idle) == 8)
         assert len(set(done)) == 8
     assert threads.made == 8
     assert all(t.daemon for t in threading.enumerate() if t.name.startswith("probe"))
+
+
+def test_an_idle_thread_holds_on_to_nothing() -> None:
+    class Heavy: ...
+
+    threads, heavy = Threads(), Heavy()
+    kept = weakref.ref(heavy)
+    threads.run(lambda heavy=heavy: None)  # type: ignore[misc]
+    del heavy
+    until(lambda: len(threads._idle) == 1)
+    assert kept() is None
 
 
 def test_work_that_is_queued_runs_once() -> None:
