@@ -30,7 +30,12 @@ def conversation(model: str = "smollm2") -> Conversation:
     """Two personas on one model, four turns."""
     people = [
         AutoModelParticipant.from_pretrained(
-            model, name=name, system_prompt=persona, temperature=0.6, max_new_tokens=48
+            model,
+            name=name,
+            system_prompt=persona,
+            temperature=0.8,
+            repetition_penalty=1.15,
+            max_new_tokens=48,
         )
         for name, persona in PERSONAS.items()
     ]

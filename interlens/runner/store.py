@@ -9,6 +9,7 @@ differs.
 import contextlib
 import itertools
 import json
+import logging
 import os
 import socket
 import threading
@@ -23,6 +24,7 @@ from interlens.message import tagged, untagged
 from interlens.request import Completion
 from interlens.runner.log import Entry
 
+log = logging.getLogger("interlens.runner")
 FORMAT = 1
 _JSON = json.JSONEncoder(allow_nan=False)
 _DECODER = json.JSONDecoder()
@@ -167,6 +169,9 @@ class RunStore:
             raise RecipeChanged(
                 f"{self.folder} holds a run of another recipe: {', '.join(hard or off)} differs; {why}"
             )
+        was, is_now = (m.get("environment", {}) for m in (self._manifest, manifest))
+        if other := [name for name in was if name in is_now and was[name] != is_now[name]]:
+            log.warning("%s was begun with another %s: tokens may differ", self.folder, ", ".join(other))
         if off:
             self._put_manifest(manifest)
 

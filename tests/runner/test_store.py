@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import math
 import os
 import random
@@ -518,6 +519,16 @@ def test_a_folder_is_read_or_refused_with_a_sentence(tmp_path: Path) -> None:
     manifest.write_text("{")
     with pytest.raises(StoreError, match=r"manifest\.json cannot be read"):
         opened(tmp_path)
+
+
+def test_another_environment_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    here = {"python": "3.11", "torch": "2.6", "cpus": 2}
+    opened(tmp_path, MANIFEST | {"environment": here}).close()
+    with caplog.at_level(logging.WARNING, "interlens.runner"):
+        opened(tmp_path, MANIFEST | {"environment": here | {"threads": 1}}).close()
+        assert caplog.text == ""
+        opened(tmp_path, MANIFEST | {"environment": here | {"torch": "2.7", "cpus": 4}}).close()
+    assert "was begun with another torch, cpus: tokens may differ" in caplog.text
 
 
 def test_records_of_an_unknown_recipe_are_not_adopted(tmp_path: Path) -> None:
