@@ -16,7 +16,7 @@ from interlens.chat.view import View
 from interlens.dialogue import Dialogue, Tap
 from interlens.errors import nearest
 from interlens.interp.capture import Activations, Capture
-from interlens.message import Message
+from interlens.message import Message, sound
 from interlens.models import SAMPLING, AutoModelParticipant
 from interlens.participants import Participant
 from interlens.program import Options
@@ -363,7 +363,9 @@ class Conversation(Dialogue):
         """Write one self-contained file."""
         messages = self._transcript.html_messages()
         target = Path(path)
-        target.write_text(html.page(repr(self), html.tag("h1", repr(self)), *messages), encoding="utf-8")
+        target.write_text(
+            sound(html.page(repr(self), html.tag("h1", repr(self)), *messages)), encoding="utf-8"
+        )
         return target
 
     # -- keeping

@@ -42,7 +42,6 @@ class Dialogue:
         self.row: dict[str, Any] = {}
         """The row of data that a job of a rollout was made from; empty without data."""
         self.analysis: Any = None
-        self.is_job = False
         self.batched = recipe.execution_mode == "throughput"
         self._origin: str | None = None
         self._seeded = False
@@ -161,7 +160,7 @@ class Dialogue:
     def become(self, recipe: Recipe, row: Mapping[str, Any], sample: int, batched: bool) -> Self:
         """Turn this copy into the conversation of a job."""
         self.recipe, self.row, self._sample = recipe, dict(row), sample
-        self.is_job, self.batched, self._origin = True, batched, None
+        self.batched, self._origin = batched, None
         if len(self._transcript) == int(self._seeded):
             self._transcript, self._seeded = Transcript(), False
             self._open()
@@ -173,12 +172,11 @@ class Dialogue:
         copy._begin(recipe)
         return copy
 
-    def resume_at(self, transcript: Transcript, record: Mapping[str, Any], analysis: Any) -> None:
+    def resume_at(self, transcript: Transcript, record: Mapping[str, Any]) -> None:
         """Take the state that a finished job's record describes."""
-        self._transcript, self.analysis = transcript, analysis
+        self._transcript = transcript
         self._denied = [dict(d) for d in record.get("denied", ())]
         self.memory = {k: tuple(v) for k, v in record.get("memory", {}).items()}
-        self.is_job = False
 
     # -- branching
 

@@ -102,6 +102,11 @@ class Message:
         return replace(self, **changes)
 
 
+def sound(text: str) -> str:
+    """The text without halves of characters, which a table or a file in UTF-8 cannot hold."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def tagged(value: Any) -> Any:
     """Make a value strict JSON: NaN and infinities become tagged strings, tuples lists, numpy and torch
     scalars numbers.

@@ -3,7 +3,8 @@ back.
 """
 
 import importlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -27,10 +28,17 @@ class Lineup:
 
     kind = "conversation"
 
-    def __init__(self, conv: Dialogue, *, batched: bool = True, device: str | None = None) -> None:
+    def __init__(
+        self,
+        conv: Dialogue,
+        *,
+        batched: bool = True,
+        device: str | None = None,
+        budget: stop.TokenBudget | None = None,
+    ) -> None:
         recipe = conv.recipe
         recipe.refuse_people()
-        if (budget := stop.ambient_budget()) is not None:
+        if budget is not None:
             recipe = recipe.changed(run_until=program.either(recipe.run_until, budget))
         if device is not None:
             recipe = recipe.changed(participants=tuple(_on(p, device) for p in recipe.participants))
@@ -54,7 +62,7 @@ class Lineup:
 
     def to_dict(self) -> dict[str, Any]:
         """Enough to rebuild conversations from disk; what cannot be stored is left out."""
-        return archive.recipe_to_dict(self.recipe.changed(data=None), lenient=True)
+        return archive.recipe_to_dict(self.recipe.changed(data=None, analyzers=()), lenient=True)
 
     # -- expansion
 
@@ -76,9 +84,12 @@ class Lineup:
                 name = f"rollout_{i:05d}" if many else ""
                 yield from _samples(Job(id=_joined(prefix, name), seed=base + i, number=i), samples)
             return
+        i = -1
         for i, row in enumerate(_rows(self.recipe.data, n)):
             job = Job(id=_joined(prefix, f"row_{i:05d}"), seed=base + i, number=i, row=row)
             yield from _samples(job, samples)
+        if i < 0:
+            raise ValueError("the data gave no row: it is empty, or an iterator that has been used up")
 
     # -- one job
 
@@ -107,8 +118,13 @@ class Lineup:
             "tokens": live.tokens_generated,
             "denied": live.denied,
             "memory": tagged(live.memory),
-            "recipe_end": digest_of(tagged(self.recipe.describe())["turns"]),
+            "recipe_end": digest_of(self.recipe.turns),
         }
+
+    def settle(self, live: Dialogue, analyses: Mapping[str, Any]) -> None:
+        """Give a conversation that has ended what was measured on it."""
+        values = {name: a["value"] for name, a in analyses.items()}
+        live.analysis = values.get("") if set(values) <= {""} else values
 
     def activations(self, live: Dialogue) -> Activations:
         """What its turns captured."""
@@ -118,9 +134,8 @@ class Lineup:
         """The conversation as it ended."""
         job = Job(id=record["id"], seed=record["seed"], number=0, row=record["row"], sample=record["sample"])
         conv = self.begin(job)
-        analyses = {n: a["value"] for n, a in (record.get("analyses") or {}).items()}
-        analysis = analyses.get("") if set(analyses) <= {""} else analyses
-        conv.resume_at(Transcript.from_list(record["transcript"]), untagged(record), analysis)
+        conv.resume_at(Transcript.from_list(record["transcript"]), untagged(record))
+        self.settle(conv, record.get("analyses") or {})
         return conv
 
 
@@ -137,9 +152,7 @@ def _joined(prefix: str, name: str) -> str:
 
 
 def _rows(data: Any, n: int | None) -> Iterator[dict[str, Any]]:
-    for i, row in enumerate(data):
-        if n is not None and i >= n:
-            return
+    for i, row in enumerate(itertools.islice(data, n)):
         if not hasattr(row, "keys"):
             raise TypeError(
                 f"row {i} of the data is a {type(row).__name__}; rows are dicts with named columns"
@@ -158,7 +171,8 @@ def rollout(conversations: Sequence[Dialogue], settings: Settings) -> RunReport:
     """Run one recipe or several."""
     one = one_device(settings.devices)
     device = None if one == "default" else one
-    lineups = [Lineup(c, batched=settings.batched, device=device) for c in conversations]
+    budget = stop.ambient_budget()
+    lineups = [Lineup(c, batched=settings.batched, device=device, budget=budget) for c in conversations]
     return execute(lineups, settings, program.limit_reached)
 
 
@@ -189,6 +203,7 @@ def restorer(stored: list[dict[str, Any]], trust: bool) -> Callable[[Record], An
 
     def restore(record: Record) -> Any:
         recipe: Recipe = archive.recipe_from_dict(stored[record["lineup"]], trust)
-        return Lineup(conversation(recipe.participants).adopt(recipe)).restore(record)
+        rows = () if recipe.needs_row else None
+        return Lineup(conversation(recipe.participants).adopt(recipe.changed(data=rows))).restore(record)
 
     return restore

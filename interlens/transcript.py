@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, overload
 
 from interlens import html
-from interlens.message import Message, Prompt, tagged, untagged
+from interlens.message import Message, Prompt, sound, tagged, untagged
 
 if TYPE_CHECKING:
     import pandas
@@ -100,7 +100,12 @@ class Transcript:
 
         keys = ("turn", "n_tokens", "n_prompt_tokens", "finish", "seed", "seconds")
         rows = [
-            {"message": i, "author": m.author, "content": m.content, **{k: m.metadata.get(k) for k in keys}}
+            {
+                "message": i,
+                "author": m.author,
+                "content": sound(m.content),
+                **{k: m.metadata.get(k) for k in keys},
+            }
             for i, m in enumerate(self._messages)
         ]
         frame = pandas.DataFrame(rows, columns=["message", "author", "content", *keys])

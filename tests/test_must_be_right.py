@@ -333,3 +333,20 @@ def test_unload_frees_and_the_next_use_loads_again():
     assert conv.participant("alice").model is not before
     conv.run(1)
     assert conv.n_turns == 2
+
+
+def test_data_that_is_used_up_says_so_and_no_row_is_pulled_in_vain():
+    pulled = []
+
+    def stream():
+        for i in range(10):
+            pulled.append(i)
+            yield {"q": str(i)}
+
+    source = stream()
+    base = Conversation([ScriptedParticipant("s", lambda v: "x")], shared_context=dataset_field("q")).turns(1)
+    assert len(base.data(source).rollout(n=3)) == 3
+    assert pulled == [0, 1, 2]
+    assert len(base.data(source).rollout(n=20)) == 7
+    with pytest.raises(ValueError, match="used up"):
+        base.data(source).rollout()

@@ -12,6 +12,14 @@ def together(programs: Sequence[Program]) -> Generator[Any, Any, list[Any]]:
     The paths of what they ask must differ. An error in one is raised when all that was asked with it is
     there.
     """
+    try:
+        return (yield from _side_by_side(programs))
+    finally:
+        for program in programs:
+            program.close()
+
+
+def _side_by_side(programs: Sequence[Program]) -> Generator[Any, Any, list[Any]]:
     results: list[Any] = [None] * len(programs)
     asks: dict[int, Any] = {}
     for i, program in enumerate(programs):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from interlens import html
 from interlens.errors import nearest
 from interlens.interp.capture import Activations
+from interlens.message import sound
 from interlens.runner import store as folder_store
 from interlens.runner.store import Place
 from interlens.transcript import Transcript
@@ -285,7 +286,7 @@ class RunReport:
                 f"row.{k}": v for k, v in record["row"].items() if isinstance(v, str | int | float | bool)
             }
             line |= _plain_analysis(_analysis(record))
-            rows.append({k: _sound(v) if isinstance(v, str) else v for k, v in line.items()})
+            rows.append({k: sound(v) if isinstance(v, str) else v for k, v in line.items()})
         extra = dict.fromkeys(k for line in rows for k in line if k not in fixed)
         return pandas.DataFrame(rows, columns=[*fixed, *extra])
 
@@ -364,11 +365,6 @@ def _full(result: RunResult) -> list[html.Html]:
     if (error := result.error) is not None:
         out.append(html.tag("pre", error, style="white-space:pre-wrap"))
     return out
-
-
-def _sound(text: str) -> str:
-    """The text without halves of characters, which a column of a table cannot hold."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def _plain_analysis(analysis: Any) -> dict[str, Any]:

@@ -100,7 +100,6 @@ def test_code_in_a_folder_needs_trust_and_words_do_not(tmp_path: Path) -> None:
         report["rollout_00000"].conversation  # noqa: B018
 
 
-@pytest.mark.xfail(strict=True, reason="rollouts.restorer refuses a recipe whose templates have no data")
 def test_conversations_of_rows_come_back_from_a_folder(tmp_path: Path) -> None:
     quiet(about(talk(turns=2), 3), tmp_path)
     found = RunReport.load(tmp_path, trust=True).conversations()
@@ -108,22 +107,13 @@ def test_conversations_of_rows_come_back_from_a_folder(tmp_path: Path) -> None:
     assert [c.transcript[0].content for c in found.values()] == [f"Speak about topic {i}." for i in range(3)]
 
 
-@pytest.mark.xfail(strict=True, reason="a recipe on disk asks for its analyzers to be rebuilt")
 def test_conversations_come_back_though_their_analyzer_has_no_name(tmp_path: Path) -> None:
     quiet(talk(turns=2).analyzer(lambda c: 1), tmp_path, 1)
     [found] = RunReport.load(tmp_path, trust=True).conversations().values()
     assert found.n_turns == 2
 
 
-@pytest.mark.parametrize(
-    "stored",
-    [
-        True,
-        pytest.param(
-            False, marks=pytest.mark.xfail(strict=True, reason="nobody settles a live job that ended")
-        ),
-    ],
-)
+@pytest.mark.parametrize("stored", [True, False])
 def test_a_conversation_knows_its_analysis_and_is_no_job_any_more(tmp_path: Path, stored: bool) -> None:
     report = quiet(talk(turns=2).analyzer(size), tmp_path if stored else None, 1)
     conv = report["rollout_00000"].conversation
