@@ -18,10 +18,12 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 _PACKED, _SWITCH = "_interlens_packed", "_interlens_switch"
-LEAST = (2, 17, 33, 65)
-"""Rows at which kernels were seen to change: a lone row in fp32, 33 rows with bf16 matrix units."""
-SIZES = (1, 3, 16, 32, 33, 70)
-_FOUND: dict[tuple[Any, ...], int] = {}
+RANGES = {torch.float32: ((2, 512),), torch.bfloat16: ((33, 64), (2, 32))}
+"""Numbers of rows within which one kernel does the work, the fastest first; the edges are where kernels were
+seen to change: a lone row in fp32; with bf16 matrix units 33 rows, and again at several sizes beyond 64.
+"""
+SIZES = (1, 3, 16, 17, 32, 33, 40, 48, 50, 64, 129, 300, 512)
+_FOUND: dict[tuple[Any, ...], tuple[int, int]] = {}
 
 
 class Switch:
@@ -37,7 +39,7 @@ class Packed:
         self.switch = switch
         self.stamp: tuple[int, ...] | None = None
         self.weight: torch.Tensor | None = None
-        self.least = LEAST[0]
+        self.rows = (2, 64)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Packed":
         return Packed(copy.deepcopy(self.switch, memo))
@@ -109,29 +111,40 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _product(
-    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, least: int = LEAST[0]
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, rows: tuple[int, int] = (2, 64)
 ) -> torch.Tensor:
-    """Few rows take another kernel than many, so fewer than `least` are computed beside rows of zeros."""
+    """Always by one kernel: few rows are computed beside rows of zeros, many are cut."""
     op = torch.ops.mkldnn._linear_pointwise
+    least, most = rows
     n = x.numel() // x.shape[-1]
-    if n >= least:
+    if least <= n <= most:
         return op(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
-    padded = F.pad(x.reshape(n, -1), (0, 0, 0, least - n))
-    return op(padded, packed, bias, "none", [], "")[:n].reshape(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+    parts = [_padded(part, packed, bias, least) for part in x.reshape(n, -1).split(most)]
+    return torch.cat(parts).reshape(*x.shape[:-1], -1)
 
 
-def least_rows(weight: torch.Tensor, packed: torch.Tensor) -> int:
-    """From how many rows on this product gives every row the same bits, found by trying; once per shape."""
+def _padded(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, least: int) -> torch.Tensor:
+    op, n = torch.ops.mkldnn._linear_pointwise, len(x)
+    if n < least:
+        x = F.pad(x, (0, 0, 0, least - n))
+    return op(x, packed, bias, "none", [], "")[:n]  # type: ignore[no-any-return]
+
+
+def right_rows(weight: torch.Tensor, packed: torch.Tensor) -> tuple[int, int]:
+    """The range of rows within which this product gives a row the same bits, by trying; once per shape."""
     key = (tuple(weight.shape), weight.dtype, torch.get_num_threads())
     if key not in _FOUND:
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(SIZES[-1], weight.shape[1], generator=generator).to(weight.dtype)
-        whole = _product(x, packed, None)
-        good = (
-            m for m in LEAST if all(torch.equal(_product(x[:n], packed, None, m), whole[:n]) for n in SIZES)
-        )
-        _FOUND[key] = next(good, LEAST[0])
+        ranges = RANGES[weight.dtype]
+        _FOUND[key] = next((r for r in ranges if _steady(x, packed, r)), ranges[0])
     return _FOUND[key]
+
+
+def _steady(x: torch.Tensor, packed: torch.Tensor, rows: tuple[int, int]) -> bool:
+    whole = _product(x[: rows[1]], packed, None, rows)
+    sizes = [n for n in SIZES if n <= rows[1]]
+    return all(torch.equal(_product(x[:n], packed, None, rows), whole[:n]) for n in sizes)
 
 
 def _forward(self: Any, input: torch.Tensor) -> Any:
@@ -148,5 +161,5 @@ def _forward(self: Any, input: torch.Tensor) -> Any:
     if packed.stamp != stamp:
         plain = weight.t() if type(self) is Conv1D else weight
         packed.stamp, packed.weight = stamp, _pack(plain)
-        packed.least = least_rows(plain, packed.weight)
-    return _product(input, packed.weight, self.bias, packed.least)
+        packed.rows = right_rows(plain, packed.weight)
+    return _product(input, packed.weight, self.bias, packed.rows)
