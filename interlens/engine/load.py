@@ -5,6 +5,7 @@ weights when something is generated. No weight is loaded to find out that a name
 """
 
 import contextlib
+import difflib
 import hashlib
 import importlib.util
 import os
@@ -18,7 +19,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from interlens.engine.tiny import tiny_model, tiny_tokenizer
-from interlens.errors import ModelError, require
+from interlens.errors import ModelError, nearest, require
 
 BUNDLED = "smollm2"
 TINY = "tiny"
@@ -140,6 +141,10 @@ def place_of(name: str) -> tuple[str, dict[str, Any]]:
         return str(path), {}
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix in (".gguf", ".safetensors"):
         raise ModelError(f"there is no model folder at {name}")
+    if difflib.get_close_matches(name, (BUNDLED, TINY), n=1, cutoff=0.75):
+        raise ModelError(
+            f"no model is called {name!r}: {nearest(name, (BUNDLED, TINY))}, hub ids and folders"
+        )
     if name.count("/") > 1:
         raise ModelError(f'{name!r} is neither a folder nor a hub id ("owner/name"), "smollm2" or "tiny"')
     return name, {}
