@@ -258,8 +258,7 @@ def load(kind: type[D], folder: str | Path, *, trust: bool) -> D:
         )
     _compare_names(set(document), {"format", "version", "recipe", "state", "transcript"}, str(path.name))
     _compare_names(set(document["state"]), set(_STATE), "the state")
-    conv = object.__new__(kind)
-    conv._begin(recipe_from_dict(document["recipe"], trust))
+    conv = kind.of(recipe_from_dict(document["recipe"], trust))
     transcript = Transcript.from_list(document["transcript"])
     for file in sorted(Path(folder).glob("activations-*.safetensors")):
         index = int(file.stem.split("-")[1])

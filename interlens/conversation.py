@@ -422,6 +422,11 @@ class Conversation(Dialogue):
         return program.run(self, turns, self.recipe.run_until, 0)
 
 
+def restorer(stored: list[dict[str, Any]], trust: bool) -> Any:
+    """For a report read from disk: what makes conversations of its records."""
+    return rollouts.restorer(Conversation, stored, trust)
+
+
 def _options(capture: Any, logprobs: bool | int, cap: int | None, settings: Mapping[str, Any]) -> Options:
     for name in settings:
         if name not in SAMPLING:

@@ -166,11 +166,12 @@ class Dialogue:
             self._open()
         return self
 
-    def adopt(self, recipe: Recipe) -> Self:
-        """A conversation of another recipe, at its beginning."""
-        copy = self._copy()
-        copy._begin(recipe)
-        return copy
+    @classmethod
+    def of(cls, recipe: Recipe) -> Self:
+        """A conversation of a recipe, at its beginning."""
+        conv = object.__new__(cls)
+        conv._begin(recipe)
+        return conv
 
     def resume_at(self, transcript: Transcript, record: Mapping[str, Any]) -> None:
         """Take the state that a finished job's record describes."""

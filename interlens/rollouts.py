@@ -2,7 +2,6 @@
 back.
 """
 
-import importlib
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -197,13 +196,12 @@ def run(recipes: Sequence[Dialogue], **options: Any) -> RunReport:
     return rollout(recipes, Settings(namespaced=True, **options))
 
 
-def restorer(stored: list[dict[str, Any]], trust: bool) -> Callable[[Record], Any]:
+def restorer(kind: type[Dialogue], stored: list[dict[str, Any]], trust: bool) -> Callable[[Record], Any]:
     """For a report read from disk: what rebuilds a conversation from its record and the stored recipes."""
-    conversation = importlib.import_module("interlens.conversation").Conversation
 
     def restore(record: Record) -> Any:
         recipe: Recipe = archive.recipe_from_dict(stored[record["lineup"]], trust)
         rows = () if recipe.needs_row else None
-        return Lineup(conversation(recipe.participants).adopt(recipe.changed(data=rows))).restore(record)
+        return Lineup(kind.of(recipe.changed(data=rows))).restore(record)
 
     return restore

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas
     import torch
 
-_KINDS = {"conversation": "interlens.rollouts"}
+_KINDS = {"conversation": "interlens.conversation"}
 """The module that rebuilds what a report holds, by kind; looked up by name, since it lies above this one."""
 Restore = Callable[[dict[str, Any]], Any]
 
