@@ -1,9 +1,9 @@
 """Tokens per CPU second: interlens against `generate`, one at a time and left-padded, interleaved.
 
-`python benchmarks/engines.py [--model smollm2] [--dtype float32] [--rows 16] [--new 48] [--rounds 3] [--json F]`
+`python benchmarks/engines.py [--model M] [--dtype float32] [--rows 16] [--new 48] [--rounds 3] [--json F]`
 
-Every engine samples `new` tokens for the same `rows` prompts (the end token banned), on one thread. The figure
-is the median over the rounds of tokens divided by the process's CPU time: on a busy machine wall time moves,
+Every engine samples `new` tokens for the same `rows` prompts (the end token banned), on one thread. The
+figure is the median over the rounds of tokens divided by the process's CPU time: on a busy machine wall time moves,
 this much less.
 """
 
