@@ -3,8 +3,8 @@
 `python benchmarks/engines.py [--model M] [--dtype float32] [--rows 16] [--new 48] [--rounds 3] [--json F]`
 
 Every engine samples `new` tokens for the same `rows` prompts (the end token banned), on one thread. The
-figure is the median over the rounds of tokens divided by the process's CPU time: on a busy machine wall time moves,
-this much less.
+figure is the median over the rounds of tokens divided by the process's CPU time: on a busy machine wall time
+moves, this much less.
 """
 
 import argparse
