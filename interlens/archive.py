@@ -215,6 +215,7 @@ _STATE: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "_draws": (tagged, untagged),
     "_reseeds": (list, tuple),
     "_sample": (int, int),
+    "_group": (int, int),
     "_origin": (_same, _same),
     "_seeded": (bool, bool),
     "memory": (tagged, lambda v: {k: tuple(x) for k, x in v.items()}),

@@ -25,6 +25,7 @@ from interlens import (
 from interlens.engine.load import tiny
 from interlens.errors import StoreError
 from interlens.recipe import Recipe
+from interlens.runner.batched import co_step
 from tests import archive_code as code
 
 
@@ -193,3 +194,12 @@ def test_a_missing_or_unknown_field_is_named(change, says, tmp_path: Path):
 def test_a_folder_without_a_conversation_says_so(tmp_path: Path):
     with pytest.raises(StoreError, match=r"conversation\.json is missing"):
         Conversation.load(tmp_path)
+
+
+def test_the_seed_of_a_group_goes_with_the_conversation(tmp_path: Path):
+    conv = Conversation(
+        [AutoModelParticipant.from_pretrained("tiny", name="a", max_new_tokens=5)], shared_context="Go."
+    )
+    co_step([conv], 1, group_seed=7)
+    conv.save(tmp_path)
+    assert Conversation.load(tmp_path).step("a").token_ids == conv.step("a").token_ids

@@ -18,6 +18,8 @@ from interlens import (
     dataset_field,
 )
 from interlens.engine.load import tiny
+from interlens.interp.capture import RowPlan
+from interlens.request import Generate, SamplingParams
 from interlens.runner.batched import co_step, schedule_signature
 
 
@@ -350,3 +352,17 @@ def test_data_that_is_used_up_says_so_and_no_row_is_pulled_in_vain():
     assert len(base.data(source).rollout(n=20)) == 7
     with pytest.raises(ValueError, match="used up"):
         base.data(source).rollout()
+
+
+def test_a_capture_beside_a_prefill_is_refused():
+    backend = model("m").resident
+    request = Generate(
+        backend=backend,
+        prompt=recipe().view("alice"),
+        sampling=SamplingParams(),
+        max_new_tokens=2,
+        prefill="Well",
+        plan=RowPlan(captures=(("resid_post", 0),), generated=True),
+    )
+    with pytest.raises(ValueError, match="cannot be asked for together"):
+        backend.submit(request)

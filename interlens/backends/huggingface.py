@@ -153,6 +153,10 @@ class HuggingFaceBackend:
                 )
 
     def _check_settings(self, request: Generate) -> None:
+        if request.plan is not None and request.prefill:
+            raise ValueError(
+                "a capture and a prefill cannot be asked for together: whose words the prefill is, is open"
+            )
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
         if "" in request.stop:

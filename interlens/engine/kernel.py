@@ -83,7 +83,6 @@ class Kernel:
         self.path, self.form = path, form
         self.build = path.stem
         self._library = ctypes.CDLL(str(path))
-        self._scratch = torch.empty(0)
 
     def store(
         self,
@@ -142,8 +141,7 @@ class Kernel:
         out = torch.empty(n, all_heads, width, dtype=query.dtype)
         threads = torch.get_num_threads()
         stride = -(-tasks.longest // TILE) * TILE
-        if self._scratch.numel() < threads * MAX_QUERIES * stride:
-            self._scratch = torch.empty(threads * MAX_QUERIES * 2 * stride)
+        scratch = torch.empty(threads * MAX_QUERIES * stride)  # per call: models may run in several threads
         getattr(self._library, f"attend_{_NAMES[query.dtype]}")(
             len(tasks.begin),
             _at(tasks.begin),
@@ -166,7 +164,7 @@ class Kernel:
             ctypes.c_int64(values.stride(1)),
             _at(out),
             ctypes.c_int64(out.stride(0)),
-            _at(self._scratch),
+            _at(scratch),
             stride,
             threads,
         )

@@ -2,6 +2,7 @@
 
 import logging
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -86,6 +87,21 @@ def test_a_query_has_its_bits_whatever_is_beside_it(dtype, threads):
         assert torch.equal(among[1], whole[17])
     finally:
         torch.set_num_threads(before)
+
+
+@needs_kernel
+def test_two_models_in_two_threads_do_not_disturb_each_other():
+    """ctypes lets go of the interpreter's lock: passes really overlap, and may share nothing."""
+    cases = [(rows(torch.float32, seed=s), tasks_of([(0, 40, s % 3, 100)])) for s in range(2)]
+
+    def run(case):
+        (q, tiles, _, v), tasks = case
+        return [built.attend(q, tiles, v, tasks, scale=0.2) for _ in range(150)]
+
+    wanted = [run(case)[0] for case in cases]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, cases))
+    assert all(torch.equal(out, w) for outs, w in zip(found, wanted, strict=True) for out in outs)
 
 
 @needs_kernel
