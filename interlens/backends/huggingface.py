@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from interlens.engine import linears, load
+from interlens.engine import linears, load, norms
 from interlens.engine.batch import Engine
 from interlens.engine.rows import RowRequest
 from interlens.engine.selftest import examine
@@ -54,6 +54,7 @@ class HuggingFaceBackend:
         """Held by a step; hold it to run the module yourself while others may be generating."""
         if model.device.type == "cpu" and linears.usable(model.dtype):
             linears.pack(model)
+            norms.quicken(model)
         began = time.perf_counter()
         self.verdict = examine(model)
         kind = Engine if self.verdict.fits else SlowEngine

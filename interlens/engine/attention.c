@@ -75,6 +75,7 @@ static inline vf vexp(vf x) {
 typedef struct {
     int len[MAXQ], lo[MAXQ]; /* positions lo..len-1 are seen */
     float sink[MAXQ];
+    float slope[MAXQ]; /* times (key position - query position) is added to a score */
     float inverse[MAXQ];
     void *out[MAXQ];
 } Queries;
@@ -87,6 +88,11 @@ static inline void soften(Queries *s, int i, float *row, int first, int last, fl
             vf e = vexp(load_f32(row + j) * (2.0f / cap));
             *(vf *)(row + j) = cap * (1.0f - 2.0f / (e + 1.0f));
         }
+    if (s->slope[i] != 0.0f) {
+        vf at;
+        for (int l = 0; l < W; l++) at[l] = (float)(first + l - (len - 1));
+        for (int j = first; j < last; j += W, at += (float)W) *(vf *)(row + j) = load_f32(row + j) + s->slope[i] * at;
+    }
     for (int j = first; j < lo; j++) row[j] = -INFINITY;
     for (int j = len; j < last; j++) row[j] = -INFINITY;
     float top = sinks ? s->sink[i] : -INFINITY;
@@ -223,7 +229,7 @@ static void NAME(many)(
 /* tasks: for each of `n_tasks`, `count` tokens of one slot from token `begin` on, at positions from `position` on */
 void NAME(attend)(
     int n_tasks, const int32_t *begin, const int32_t *count, const int32_t *slot, const int32_t *position, int H,
-    int g, int D, float scale, int window, float cap, const float *sinks, const T *q, int64_t q_token,
+    int g, int D, float scale, int window, int chunk, float cap, const float *sinks, const float *slopes, const T *q, int64_t q_token,
     int64_t q_head, const T *K, const T *V, int64_t slot_stride, int64_t head_stride, T *out, int64_t out_token,
     float *scratch, int stride, int threads) {
     #pragma omp parallel for collapse(2) schedule(dynamic, 2) num_threads(threads) if (threads > 1)
@@ -243,7 +249,10 @@ void NAME(attend)(
                     for (int d = 0; d < D; d++) scaled[i * D + d] = NAME(wide)(from[d]) * scale;
                     s.len[i] = position[task] + token + 1;
                     s.lo[i] = window > 0 && s.len[i] > window ? s.len[i] - window : 0;
+                    const int begun = chunk > 0 ? (s.len[i] - 1) / chunk * chunk : 0;
+                    s.lo[i] = begun > s.lo[i] ? begun : s.lo[i];
                     s.sink[i] = sinks ? sinks[head] : 0.0f;
+                    s.slope[i] = slopes ? slopes[head] : 0.0f;
                     s.out[i] = out + (begin[task] + token) * out_token + (int64_t)head * D;
                 }
                 NAME(many)(n, D, scaled, k, v, &s, cap, sinks != 0, rows, stride);

@@ -10,16 +10,17 @@ shape). `engine.selftest` checks that it holds on this machine.
 Shapes: T packed tokens, Hq query heads, Hkv kv heads, g = Hq / Hkv, D head width, L padded keys, S slots.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
-from interlens.engine.kernel import Tasks, tasks_of
-from interlens.engine.kv import PAD, Segment, Slots
+from interlens.engine.kernel import Sight, Tasks, tasks_of
+from interlens.engine.kv import PAD, Layer, Mark, Segment
 
 NAME = "interlens"
 CHUNK = 128
@@ -32,10 +33,12 @@ _KNOWN = {
     "use_cache",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "is_causal",
     "return_dict",
     "cache",
 }
+_UNSAID = object()
 
 
 class Unsupported(RuntimeError):
@@ -43,64 +46,80 @@ class Unsupported(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class Where:
+    """Slots and positions of the rows that decode, `[n]` each, on one device."""
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+
+
 class Decoding:
     """The rows of a pass that add one token each."""
 
-    n: int
-    slots: torch.Tensor
-    """[n]"""
-    positions: torch.Tensor
-    """[n]"""
-    mask: torch.Tensor
-    """[S, 1, 1, L]; rows that do not decode see position 0 only, and their output is dropped."""
-    span: int
-    """S: slots 0..S-1 take part."""
-    every: bool
-    """Whether row i of the pass is slot i."""
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.n = len(segments)
+        self.span = max(s.slot for s in segments) + 1
+        """Slots 0..span-1 take part."""
+        self.every = self.n == self.span and all(s.slot == i for i, s in enumerate(segments))
+        """Whether row i of the pass is slot i."""
+        self.length = -(-(max(s.past for s in segments) + 1) // PAD) * PAD
+        self._cpu = Where(torch.tensor([s.slot for s in segments]), torch.tensor([s.past for s in segments]))
+        self._where: dict[torch.device, Where] = {}
+        self._last = torch.zeros(self.span, dtype=torch.long)
+        self._last[self._cpu.slots] = self._cpu.positions
+        self._masks: dict[Any, torch.Tensor] = {}
+
+    def where(self, device: torch.device) -> Where:
+        """The same numbers on another device, copied once."""
+        if device not in self._where:
+            self._where[device] = Where(self._cpu.slots.to(device), self._cpu.positions.to(device))
+        return self._where[device]
+
+    def mask(self, sight: Sight, like: torch.Tensor) -> torch.Tensor:
+        """`[S, 1, 1, L]`; a slot that does not decode sees position 0 only, and its output is dropped."""
+        key = (sight.window, sight.chunk, like.dtype, like.device)
+        if key not in self._masks:
+            hidden = sight.hides(torch.arange(self.length)[None], self._last[:, None])
+            mask = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+            self._masks[key] = mask[:, None, None].to(like.device)
+        return self._masks[key]
+
+    def distances(self, device: torch.device) -> torch.Tensor:
+        """`[S, 1, 1, L]`, key position minus query position."""
+        return (torch.arange(self.length)[None] - self._last[:, None])[:, None, None].to(device)
 
 
-@dataclass(frozen=True, slots=True)
 class PassPlan:
     """What attention needs to know about a pass; worked out once, used by every layer."""
 
-    decode: Decoding | None
-    prefill: tuple[Segment, ...]
-    masks: tuple[torch.Tensor, ...]
-    """For each prefill segment `[1, n, L]`."""
-    tasks: Tasks | None = None
-    """The same pass for the kernel, which needs nothing else."""
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        single = [s for s in segments if s.n == 1]
+        self.prefill = tuple(s for s in segments if s.n > 1)
+        assert list(segments) == [*single, *self.prefill], "rows with one token come first in a pass"
+        self.segments = tuple(segments)
+        self.decode = Decoding(single) if single else None
+        self.tokens = sum(s.n for s in segments)
+        self._masks: dict[Any, torch.Tensor] = {}
 
+    @cached_property
+    def tasks(self) -> Tasks:
+        """The pass for the kernel, which needs nothing else."""
+        return tasks_of((s.start, s.n, s.slot, s.past) for s in self.segments)
 
-def plan_pass(slots: Slots, segments: list[Segment], dtype: torch.dtype, device: torch.device) -> PassPlan:
-    """Sort a pass into decoding rows, which must come first, and prefill segments."""
-    single = [s for s in segments if s.n == 1]
-    longer = tuple(s for s in segments if s.n > 1)
-    assert segments == [*single, *longer], "rows with one token come first in a pass"
-    if slots.kernel is not None:
-        return PassPlan(None, (), (), tasks_of((s.start, s.n, s.slot, s.past) for s in segments))
-    decode = None
-    if single:
-        span = max(s.slot for s in single) + 1
-        length = -(-(max(s.past for s in single) + 1) // PAD) * PAD
-        last = torch.zeros(span, dtype=torch.long)
-        last[[s.slot for s in single]] = torch.tensor([s.past for s in single])
-        hidden = torch.arange(length)[None] > last[:, None]
-        mask = torch.zeros(span, length, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None]
-        index = torch.tensor([s.slot for s in single])
-        every = len(single) == span and all(s.slot == i for i, s in enumerate(single))
-        decode = Decoding(len(single), index.to(device), last[index].to(device), mask.to(device), span, every)
-    masks = []
-    for s in longer:
-        length = -(-(s.past + s.n) // PAD) * PAD
-        hidden = torch.arange(length)[None] > s.past + torch.arange(s.n)[:, None]
-        masks.append(torch.zeros(1, s.n, length, dtype=dtype).masked_fill_(hidden, float("-inf")).to(device))
-    return PassPlan(decode, longer, tuple(masks))
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        """`[T]`, each token's position less its place in the pass."""
+        return torch.tensor([s.past - s.start for s in self.segments for _ in range(s.n)])
 
-
-def head_width(config: Any) -> int:
-    """Width of a head, from a decoder's config; 0 where there is none."""
-    heads = getattr(config, "num_attention_heads", None)
-    return int(getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0))
+    def mask(self, s: Segment, sight: Sight, like: torch.Tensor) -> torch.Tensor:
+        """`[1, n, L]` of one prefill segment."""
+        key = (s, sight.window, sight.chunk, like.dtype, like.device)
+        if key not in self._masks:
+            length = -(-(s.past + s.n) // PAD) * PAD
+            hidden = sight.hides(torch.arange(length)[None], s.past + torch.arange(s.n)[:, None])
+            mask = torch.zeros(1, *hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+            self._masks[key] = mask.to(like.device)
+        return self._masks[key]
 
 
 def weigh(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -114,46 +133,69 @@ def weigh(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def decode_rows(
-    q_tHD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: Decoding
-) -> torch.Tensor:
-    """One query per row: q `[n, Hq, D]` scaled, keys and values `[slots, Hkv, L, D]` -> `[n, Hq, D]`."""
-    span, length = plan.span, plan.mask.shape[-1]
-    kv, width = keys.shape[1], keys.shape[3]
-    group = q_tHD.shape[1] // kv
+def soften(scores: torch.Tensor, mask: torch.Tensor, sight: Sight, distances: Any) -> torch.Tensor:
+    """Scores `[b, kv, g, n, L]` to probabilities, in place; a sink is one more column, at the end."""
+    if sight.cap:
+        scores.div_(sight.cap).tanh_().mul_(sight.cap)
+    per_head = (1, scores.shape[1], -1, 1, 1)
+    if sight.slopes is not None:
+        scores.add_((sight.slopes.reshape(per_head) * distances).to(scores.dtype))
+    scores.add_(mask)
+    if sight.sinks is None:
+        return torch.softmax(scores, -1)
+    length = scores.shape[-1]
+    more = scores.new_full((*scores.shape[:-1], PAD), float("-inf"))
+    more[..., :1] = sight.sinks.reshape(per_head).to(scores.dtype)
+    return torch.softmax(torch.cat([scores, more], -1), -1)[..., :length].contiguous()
+
+
+def decode_rows(q_tHD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Decoding, sight: Sight) -> Any:
+    """One query per row: q `[n, Hq, D]` scaled, keys and values `[S, Hkv, L, D]` -> `[n, Hq, Dv]`."""
+    span, kv, length, width = k.shape
+    heads = q_tHD.shape[1]
     q = q_tHD
     if not plan.every:
         q = q_tHD.new_zeros(span, *q_tHD.shape[1:])
-        q[plan.slots] = q_tHD
+        q[plan.where(q.device).slots] = q_tHD
+    group = heads // kv
     q = q.reshape(span * kv, group, width)
     if group < MIN_QUERIES:
         q = torch.nn.functional.pad(q, (0, 0, 0, MIN_QUERIES - group))
-    k = keys[:span, :, :length].reshape(span * kv, length, width)
-    v = values[:span, :, :length].reshape(span * kv, length, width)
-    scores = torch.bmm(q, k.transpose(1, 2))
-    scores.view(span, kv, q.shape[1], length).add_(plan.mask)
-    out = weigh(torch.softmax(scores, -1), v)[:, :group].reshape(span, kv * group, width)
-    return out if plan.every else out[plan.slots]
+    scores = torch.bmm(q, k.reshape(span * kv, length, width).transpose(1, 2))
+    shaped = scores[:, :group].view(span, kv, group, 1, length)
+    if sight.cap or sight.sinks is not None or sight.slopes is not None:
+        distances = plan.distances(q.device)[:, None] if sight.slopes is not None else None
+        p = soften(shaped, plan.mask(sight, q)[:, None], sight, distances).view(span * kv, group, length)
+        p = torch.nn.functional.pad(p, (0, 0, 0, scores.shape[1] - group))
+    else:
+        scores.view(span, kv, -1, length).add_(plan.mask(sight, q))
+        p = torch.softmax(scores, -1)
+    out = weigh(p, v.reshape(span * kv, length, -1))[:, :group].reshape(span, heads, -1)
+    return out if plan.every else out[plan.where(q.device).slots]
 
 
 def prefill_segment(
-    q_HTD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    q_HTD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, sight: Sight, past: int
 ) -> torch.Tensor:
-    """Many queries of one row: q `[Hq, n, D]` scaled, keys and values `[Hkv, L, D]` -> `[n, Hq, D]`."""
-    kv, _, width = keys.shape
+    """Many queries of one row: q `[Hq, n, D]` scaled, keys and values `[Hkv, L, D]` -> `[n, Hq, Dv]`."""
+    kv, length, width = k.shape
     heads, n, _ = q_HTD.shape
     group = heads // kv
-    out = torch.empty(n, heads, width, dtype=q_HTD.dtype, device=q_HTD.device)
+    out = q_HTD.new_empty(n, heads, v.shape[-1])
     for i in range(0, n, QUERY_BLOCK):
         j = min(n, i + QUERY_BLOCK)
         rows = group * (j - i)
         q = q_HTD[:, i:j].reshape(kv, rows, width)
         if rows < MIN_QUERIES:
             q = torch.nn.functional.pad(q, (0, 0, 0, MIN_QUERIES - rows))
-        scores = torch.bmm(q, keys.transpose(1, 2))
-        scores[:, :rows].view(kv, group, j - i, -1).add_(mask[:, i:j])
-        part = weigh(torch.softmax(scores, -1), values)[:, :rows]
-        out[i:j] = part.reshape(heads, j - i, width).transpose(0, 1)
+        scores = torch.bmm(q, k.transpose(1, 2))
+        at = torch.arange(past + i, past + j, device=q.device)[:, None]
+        distances = torch.arange(length, device=q.device)[None] - at if sight.slopes is not None else None
+        shaped = scores[:, :rows].view(1, kv, group, j - i, length)
+        p = soften(shaped, mask[:, i:j], sight, distances).view(kv, rows, length)
+        p = torch.nn.functional.pad(p, (0, 0, 0, scores.shape[1] - rows))
+        part = weigh(p, v)[:, :rows]
+        out[i:j] = part.reshape(heads, j - i, -1).transpose(0, 1)
     return out
 
 
@@ -163,60 +205,82 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
-    dropout: float = 0.0,
+    *,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls: query `[1, Hq, T, D]` -> `[1, T, Hq, D]`."""
-    slots: Slots | None = getattr(key, "_interlens", None)
-    if slots is None or attention_mask is not None:
+    """The attention function that transformers calls: query `[1, Hq, T, D]` -> `[1, T, Hq, D]`.
+
+    Keyword arguments are those of transformers' own attention functions; `slopes` is ours.
+    """
+    mark = getattr(key, "_interlens", None)
+    if not isinstance(mark, Mark) or mark.value is not value or attention_mask is not None:
         raise Unsupported(
-            "keys were changed between the cache and attention, or the model made a mask of its own"
+            "keys or values were changed between the cache and attention, or the model made its own mask"
         )
-    asked = [name for name, value_ in kwargs.items() if value_ is not None and name not in _KNOWN]
+    slopes, told = kwargs.pop("slopes", None), kwargs.pop("sliding_window", _UNSAID)
+    kwargs.pop("dropout", None)  # 0 in evaluation
+    asked = [name for name, given in kwargs.items() if given is not None and name not in _KNOWN]
     if asked:
         raise Unsupported(f"attention was given {', '.join(asked)}")
+    slots = mark.slots
+    slots.unread.discard(mark.layer)
     plan: PassPlan = slots.plan
-    assert slots.keys is not None
-    assert slots.values is not None
-    keys, values = slots.keys[module.layer_idx], slots.values[module.layer_idx]
+    if query.shape[2] != plan.tokens:
+        raise Unsupported("the model dropped tokens before attention")
+    window, chunk = slots.sights.get(getattr(module, "layer_idx", mark.layer), (0, 0))
+    if told is not _UNSAID:
+        window = told or 0
+    sight = Sight(window, chunk, softcap or 0.0, s_aux, slopes)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if slots.kernel is not None and plan.tasks is not None:
-        return slots.kernel.attend(query[0], keys, values, plan.tasks, scale=scale)[None], None
-    q = query[0] * scale
+    store = slots.stores[mark.layer]
+    if store.tiled:
+        if hasattr(module, "expand_kv"):
+            raise Unsupported("its latents are as wide as its keys' rotary part")
+        assert slots.kernel is not None
+        out = slots.kernel.attend(query[0], store.keys, store.values, plan.tasks, scale=scale, sight=sight)
+        return out[None], None
+    return _plain(module, query[0] * scale, store, plan, sight)[None], None
+
+
+def _plain(module: Any, q_HTD: torch.Tensor, store: Layer, plan: PassPlan, sight: Sight) -> torch.Tensor:
+    """The rule in plain torch: `[Hq, T, D]` -> `[T, Hq, D]`; a model's latents are expanded here."""
+    expand = getattr(module, "expand_kv", None)
     parts = []
-    if plan.decode is not None:
-        n = plan.decode.n
-        parts.append(decode_rows(q[:, :n].transpose(0, 1), keys, values, plan.decode))
-    for s, mask in zip(plan.prefill, plan.masks, strict=True):
+    if (decode := plan.decode) is not None:
+        k, v = store.keys[: decode.span, :, : decode.length], store.values[: decode.span, :, : decode.length]
+        k, v = expand(k, v) if expand is not None else (k, v)
+        parts.append(decode_rows(q_HTD[:, : decode.n].transpose(0, 1), k, v, decode, sight))
+    for s in plan.prefill:
+        mask = plan.mask(s, sight, q_HTD)
         length = mask.shape[-1]
-        own = q[:, s.start : s.start + s.n]
-        parts.append(prefill_segment(own, keys[s.slot, :, :length], values[s.slot, :, :length], mask))
-    out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return out[None], None
+        k, v = store.keys[s.slot, :, :length], store.values[s.slot, :, :length]
+        if expand is not None:
+            k, v = (x[0] for x in expand(k[None], v[None]))
+        own = q_HTD[:, s.start : s.start + s.n]
+        parts.append(prefill_segment(own, k, v, mask, sight, s.past))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def configs_of(model: Any) -> list[Any]:
+    """The configs that say which attention the model's layers use."""
+    found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    return [c for c in found.values() if hasattr(c, "_attn_implementation_internal")]
 
 
 @contextmanager
-def switched_on(model: Any) -> Iterator[None]:
-    """Use this attention inside the block only; outside it the module is as its user found it."""
-    configs = {id(c): c for m in (model, *_children(model)) if (c := getattr(m, "config", None)) is not None}
-    before = {
-        k: c._attn_implementation_internal
-        for k, c in configs.items()
-        if hasattr(c, "_attn_implementation_internal")
-    }
+def switched_on(configs: Sequence[Any], settings: Mapping[str, str]) -> Iterator[None]:
+    """Have these settings in all configs inside the block only; outside it the model is as it was found."""
+    before = [(c, name, getattr(c, name, None)) for c in configs for name in settings]
     try:
-        for k in before:
-            configs[k]._attn_implementation_internal = NAME
+        for config, name, _ in before:
+            setattr(config, name, settings[name])
         yield
     finally:
-        for k, name in before.items():
-            configs[k]._attn_implementation_internal = name
-
-
-def _children(model: Any) -> list[Any]:
-    base = getattr(model, "base_model", None)
-    return [base] if base is not None else []
+        for config, name, value in before:
+            setattr(config, name, value)
 
 
 AttentionInterface.register(NAME, attend)

@@ -13,9 +13,12 @@ from typing import Any, Literal
 
 import torch
 
-from interlens.engine.attention import PassPlan, head_width, plan_pass, switched_on
+from interlens.engine import attention as rule
+from interlens.engine import experts
+from interlens.engine.families import fitted
 from interlens.engine.kernel import kernel_for
-from interlens.engine.kv import BLOCK, Holder, Prefixes, Segment, Slots
+from interlens.engine.kv import Segment, Slots
+from interlens.engine.prefixes import BLOCK, Holder, Prefixes
 from interlens.engine.resident import Resident
 from interlens.engine.rows import Row, RowRequest, Text
 from interlens.engine.sampler import Draw, raw_statistics, sample
@@ -46,11 +49,13 @@ class Engine:
         self.max_rows, self.prefill_budget = max_rows, prefill_budget
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
-        config = model.config.get_text_config(decoder=True)
-        self._kernel = (
-            kernel_for(self.device, self.dtype, head_width(config)) if attention == "auto" else None
-        )
-        self.slots = Slots(config.num_hidden_layers, self._kernel)
+        self.fit = fitted(model)
+        self._kernel = kernel_for(self.device, self.dtype) if attention == "auto" else None
+        self.slots = Slots(model.config, self._kernel, self.fit.sights)
+        self._configs = rule.configs_of(model)
+        self._settings = {"_attn_implementation_internal": rule.NAME}
+        if experts.applies(model):
+            self._settings["_experts_implementation_internal"] = experts.NAME
         self.prefixes = Prefixes(kv_bytes)
         self.rows: list[Row] = []
         self.waiting: list[Row] = []
@@ -129,8 +134,8 @@ class Engine:
                 break
             row.shares = row.request.reuse and not self._resident.hooked
             keys = row.blocks if row.shares else []
-            holder, n = self.prefixes.find(row.request.ids, keys)
-            most = self._reusable(row, len(row.request.ids) - 1)
+            holder, n = self.prefixes.find(row.request.ids, keys, self._continuable)
+            most = 0 if self.fit.mixers else self._reusable(row, len(row.request.ids) - 1)
             if any(k in coming for k in keys[n // BLOCK : most // BLOCK]):
                 row.shared = True  # a mate is computing this prefix right now: take it afterwards
                 continue
@@ -144,6 +149,7 @@ class Engine:
         self.rows.append(row)
         n = min(n, len(row.request.ids) - 1)  # one token at least is run: its logits are needed
         usable = self._reusable(row, n)
+        usable = self._continuable(holder, usable) if holder is not None else 0
         row.recomputed = n - usable
         self._make_room()
         if usable and holder is not None:
@@ -159,6 +165,10 @@ class Engine:
 
     def _make_room(self) -> None:
         self.slots.fit(len(self.rows), max(r.length for r in self.rows) + 1)
+
+    def _continuable(self, holder: Holder, n: int) -> int:
+        """A recurrent state stands at a row's end and cannot be cut back to an earlier place."""
+        return n if not self.fit.mixers or n == len(holder.ids) else 0
 
     def _reusable(self, row: Row, n: int) -> int:
         """Positions that a capture or the caller wants to see are run again; their keys come out the same."""
@@ -216,22 +226,26 @@ class Engine:
             keep += range(s.start, s.start + s.n) if row.request.all_logits else [s.start + s.n - 1]
             index.append((begin, len(keep)))
         self._make_room()
-        plan: PassPlan = plan_pass(self.slots, segments, self.dtype, self.device)
-        self.slots.segments, self.slots.plan = segments, plan
+        self.slots.begin(rule.PassPlan(segments))
 
         def tensor(values: list[int]) -> torch.Tensor:
             return torch.tensor(values, device=self.device)
 
-        with switched_on(self.model), Session(self.model, self._wanted(work, segments)) as session:
-            out = self.model(
-                input_ids=tensor(ids)[None],
-                position_ids=tensor(positions)[None],
-                cache=self.slots,
-                use_cache=True,
-                logits_to_keep=tensor(keep),
+        inputs = {"position_ids": tensor(positions)[None], "logits_to_keep": tensor(keep)}
+        given = {name: value for name, value in inputs.items() if name in self.fit.arguments} | dict(
+            self.fit.inputs
+        )
+        wanted = self._wanted(work, segments)
+        with rule.switched_on(self._configs, self._settings), Session(self.model, wanted) as session:
+            out = self.model(input_ids=tensor(ids)[None], cache=self.slots, use_cache=True, **given)
+        self.slots.plan = None
+        if self.slots.unread:
+            raise rule.Unsupported(
+                f"layers {sorted(self.slots.unread)} did not use the attention they were told"
             )
         self.steps += 1
-        return out.logits[0], index, session.kept
+        logits = out.logits[0]
+        return logits if "logits_to_keep" in given else logits[inputs["logits_to_keep"]], index, session.kept
 
     def _wanted(
         self, work: Sequence[tuple[Row, list[int]]], segments: Sequence[Segment]
@@ -398,4 +412,4 @@ class Engine:
         self.prefixes.clear()
         self.rows.clear()
         self.waiting.clear()
-        self.slots = Slots(self.slots.n_layers, self._kernel)
+        self.slots = Slots(self.model.config, self._kernel, self.fit.sights)

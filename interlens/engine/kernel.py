@@ -42,6 +42,31 @@ _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
+class Sight:
+    """What a layer's queries see and how their scores are made; the same for every pass."""
+
+    window: int = 0
+    """Positions seen, the query's own included; 0 is all."""
+    chunk: int = 0
+    """Only keys of the same chunk of this many positions are seen; 0 is all."""
+    cap: float = 0.0
+    """Scores become cap * tanh(score / cap); 0 changes nothing."""
+    sinks: torch.Tensor | None = None
+    """[Hq], a score per head that takes part in the softmax and has no value."""
+    slopes: torch.Tensor | None = None
+    """[Hq], alibi: slope * (key position - query position) is added to a score."""
+
+    def hides(self, key: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """Which keys a query does not see, by their positions."""
+        hidden = key > query
+        if self.window:
+            hidden = hidden | (key <= query - self.window)
+        if self.chunk:
+            hidden = hidden | (key // self.chunk != query // self.chunk)
+        return hidden
+
+
+@dataclass(frozen=True, slots=True)
 class Tasks:
     """The queries of a pass: for each task, `count` tokens of one slot from token `begin` on; int32
     `[tasks]`.
@@ -56,6 +81,14 @@ class Tasks:
     """The largest number of keys that any of them sees."""
     tokens: int
     """Tokens in the pass."""
+    slots: int
+    """One more than the last slot."""
+
+    @property
+    def pointers(self) -> tuple[int, ...]:
+        """The number of tasks and where the four arrays lie."""
+        arrays = (self.begin, self.count, self.slot, self.position)
+        return len(self.begin), *(a.data_ptr() for a in arrays)
 
 
 def tasks_of(items: Iterable[tuple[int, int, int, int]]) -> Tasks:
@@ -73,6 +106,7 @@ def tasks_of(items: Iterable[tuple[int, int, int, int]]) -> Tasks:
         position=position,
         longest=max(at + n for _, n, _, at in cut),
         tokens=sum(n for _, n, _, _ in cut),
+        slots=1 + max(s for _, _, s, _ in cut),
     )
 
 
@@ -82,7 +116,9 @@ class Kernel:
     def __init__(self, path: Path, form: str) -> None:
         self.path, self.form = path, form
         self.build = path.stem
-        self._library = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
+        self._store = {t: _bound(library, f"store_{name}", _STORE) for t, name in _NAMES.items()}
+        self._attend = {t: _bound(library, f"attend_{name}", _ATTEND) for t, name in _NAMES.items()}
 
     def store(
         self,
@@ -98,24 +134,21 @@ class Kernel:
             key, value = key.contiguous(), value.contiguous()
         assert tasks.tokens == n
         assert tasks.longest <= values.shape[2]
+        assert tasks.slots <= values.shape[0]
         assert keys.is_contiguous()
         assert values.is_contiguous()
-        getattr(self._library, f"store_{_NAMES[key.dtype]}")(
-            len(tasks.begin),
-            _at(tasks.begin),
-            _at(tasks.count),
-            _at(tasks.slot),
-            _at(tasks.position),
+        self._store[key.dtype](
+            *tasks.pointers,
             heads,
             width,
-            _at(key),
-            _at(value),
-            ctypes.c_int64(key.stride(1)),
-            ctypes.c_int64(key.stride(0)),
-            _at(keys),
-            _at(values),
-            ctypes.c_int64(values.stride(0)),
-            ctypes.c_int64(values.stride(1)),
+            key.data_ptr(),
+            value.data_ptr(),
+            key.stride(1),
+            key.stride(0),
+            keys.data_ptr(),
+            values.data_ptr(),
+            values.stride(0),
+            values.stride(1),
         )
 
     def attend(
@@ -126,53 +159,72 @@ class Kernel:
         tasks: Tasks,
         *,
         scale: float,
-        window: int = 0,
-        cap: float = 0.0,
-        sinks: torch.Tensor | None = None,
+        sight: Sight = Sight(),
     ) -> torch.Tensor:
-        """Queries `[Hq, T, d]` against their slots: `[T, Hq, d]`; `window` 0 and `cap` 0 change nothing."""
+        """Queries `[Hq, T, d]` against their slots: `[T, Hq, d]`."""
         all_heads, n, width = query.shape
-        heads, length = values.shape[1], values.shape[2]
+        slots, heads, length = values.shape[:3]
         if query.stride(2) != 1:
             query = query.contiguous()
         assert all_heads % heads == 0
         assert tasks.tokens == n
         assert tasks.longest <= length
-        out = torch.empty(n, all_heads, width, dtype=query.dtype)
+        assert tasks.slots <= slots
+        out = query.new_empty(n, all_heads, width)
         threads = torch.get_num_threads()
         stride = -(-tasks.longest // TILE) * TILE
         scratch = torch.empty(threads * MAX_QUERIES * stride)  # per call: models may run in several threads
-        getattr(self._library, f"attend_{_NAMES[query.dtype]}")(
-            len(tasks.begin),
-            _at(tasks.begin),
-            _at(tasks.count),
-            _at(tasks.slot),
-            _at(tasks.position),
+        sinks, slopes = _per_head(sight.sinks, all_heads), _per_head(sight.slopes, all_heads)
+        self._attend[query.dtype](
+            *tasks.pointers,
             heads,
             all_heads // heads,
             width,
-            ctypes.c_float(scale),
-            window,
-            ctypes.c_float(cap),
-            _at(sinks) if sinks is not None else None,
-            _at(query),
-            ctypes.c_int64(query.stride(1)),
-            ctypes.c_int64(query.stride(0)),
-            _at(keys),
-            _at(values),
-            ctypes.c_int64(values.stride(0)),
-            ctypes.c_int64(values.stride(1)),
-            _at(out),
-            ctypes.c_int64(out.stride(0)),
-            _at(scratch),
+            scale,
+            sight.window,
+            sight.chunk,
+            sight.cap,
+            sinks.data_ptr() if sinks is not None else None,
+            slopes.data_ptr() if slopes is not None else None,
+            query.data_ptr(),
+            query.stride(1),
+            query.stride(0),
+            keys.data_ptr(),
+            values.data_ptr(),
+            values.stride(0),
+            values.stride(1),
+            out.data_ptr(),
+            out.stride(0),
+            scratch.data_ptr(),
             stride,
             threads,
         )
         return out
 
 
-def _at(tensor: torch.Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+_INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_TASKS = [_INT, *[_POINTER] * 4]
+_STORE = [*_TASKS, _INT, _INT, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG]
+_ATTEND = [
+    *_TASKS,
+    *[_INT] * 3,
+    *[_FLOAT, _INT, _INT, _FLOAT, _POINTER, _POINTER],
+    *[_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER, _INT, _INT],
+]
+
+
+def _bound(library: ctypes.CDLL, name: str, arguments: list[Any]) -> Any:
+    function = library[name]
+    function.argtypes, function.restype = arguments, None
+    return function
+
+
+def _per_head(numbers: torch.Tensor | None, heads: int) -> torch.Tensor | None:
+    if numbers is None:
+        return None
+    numbers = numbers.detach().float().reshape(-1).contiguous()
+    assert len(numbers) == heads
+    return numbers
 
 
 @lru_cache(maxsize=1)
@@ -196,11 +248,9 @@ def kernel() -> Kernel | None:
     return built
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype, width: int) -> Kernel | None:
-    """The kernel, if it can compute heads of this width and type there."""
-    if device.type != "cpu" or dtype not in _NAMES or width % TILE or not 0 < width <= MAX_WIDTH:
-        return None
-    return kernel()
+def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel | None:
+    """The kernel, if it can compute this type there."""
+    return kernel() if device.type == "cpu" and dtype in _NAMES else None
 
 
 def processor_flags() -> set[str]:
@@ -245,51 +295,46 @@ def _openmp() -> str | None:
 
 
 def tried(built: Kernel) -> bool:
-    """Against plain torch, and against itself with other queries beside: window, cap and sinks too."""
+    """Against plain torch, and against itself with other queries beside: all that a `Sight` can say too."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
     heads, group, length, width, n, past = 2, 3, 96, 32, 21, 60
+    sights = (
+        Sight(),
+        Sight(window=17, cap=5.0, sinks=random(heads * group)),
+        Sight(chunk=19, slopes=-random(heads * group).abs()),
+    )
     for dtype in _NAMES:
         k, v, q = (
             random(*s).to(dtype)
             for s in ((2, heads, length, width), (2, heads, length, width), (6, n, width))
         )
         tiles = k.reshape(2, heads, length // TILE, TILE, width).transpose(-1, -2).contiguous()
-        for window, cap, sinks in ((0, 0.0, None), (17, 5.0, random(heads * group))):
-            many = built.attend(
-                q, tiles, v, tasks_of([(0, n, 1, past)]), scale=0.2, window=window, cap=cap, sinks=sinks
-            )
-            parts = [(i, 1, 1, past + i) for i in range(n)]
-            single = built.attend(
-                q, tiles, v, tasks_of(parts), scale=0.2, window=window, cap=cap, sinks=sinks
-            )
-            if not torch.equal(many, single) or not _near(many, q, k[1], v[1], past, window, cap, sinks):
+        for sight in sights:
+            many = built.attend(q, tiles, v, tasks_of([(0, n, 1, past)]), scale=0.2, sight=sight)
+            parts = tasks_of([(i, 1, 1, past + i) for i in range(n)])
+            single = built.attend(q, tiles, v, parts, scale=0.2, sight=sight)
+            if not torch.equal(many, single) or not _near(many, q, k[1], v[1], past, sight):
                 return False
     return True
 
 
 def _near(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    past: int,
-    window: int,
-    cap: float,
-    sinks: Any,
+    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: int, sight: Sight
 ) -> bool:
     group = q.shape[0] // k.shape[0]
     k, v = (x.float().repeat_interleave(group, 0) for x in (k, v))
     scores = q.float() @ k.transpose(1, 2) * 0.2
-    scores = torch.tanh(scores / cap) * cap if cap else scores
+    scores = torch.tanh(scores / sight.cap) * sight.cap if sight.cap else scores
     at, j = past + torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])[None]
-    hidden = (j > at) | (j <= at - window) if window else j > at
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, q.shape[1], 1)], -1)
+    if sight.slopes is not None:
+        scores = scores + sight.slopes[:, None, None] * (j - at)
+    scores = scores.masked_fill(sight.hides(j, at), float("-inf"))
+    if sight.sinks is not None:
+        scores = torch.cat([scores, sight.sinks[:, None, None].expand(-1, q.shape[1], 1)], -1)
     wanted = torch.softmax(scores, -1)[..., : k.shape[1]] @ v
     return torch.allclose(
         out.float(), wanted.transpose(0, 1), atol=2e-2 if out.dtype == torch.bfloat16 else 1e-4

@@ -7,45 +7,104 @@ product, with gradients and with weights as they are now. A weight that was chan
 operators are private to torch, so `usable` tries them before anything is replaced.
 """
 
-import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-_PACKED, _SWITCH = "_interlens_packed", "_interlens_switch"
+from interlens.engine.switch import Switch, replace_forward, replaced, stock, switch_of
+
+_PACKED, _GROUP = "_interlens_packed", "_interlens_group"
+EXPERTS = "_interlens_experts"
+"""Where a module keeps the packed weights of its experts, by name and number."""
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Projections of one input, computed by one product; modules, weights, names and hooks stay."""
 RANGES = {torch.float32: ((2, 512),), torch.bfloat16: ((33, 64), (2, 32))}
 """Numbers of rows within which one kernel does the work, the fastest first; the edges are where kernels were
 seen to change: a lone row in fp32; with bf16 matrix units 33 rows, and again at several sizes beyond 64.
 """
 SIZES = (1, 3, 16, 17, 32, 33, 40, 48, 50, 64, 129, 300, 512)
 _FOUND: dict[tuple[Any, ...], tuple[int, int]] = {}
-
-
-class Switch:
-    """Whether the packed copies of one model are in use."""
-
-    on = False
+_SOUND: dict[tuple[Any, ...], bool] = {}
 
 
 class Packed:
-    """One layer's packed weight; a copy of the module, or a pickled one, packs its own."""
+    """One packed weight; a copy of the module, or a pickled one, packs its own."""
 
-    def __init__(self, switch: Switch) -> None:
-        self.switch = switch
-        self.stamp: tuple[int, ...] | None = None
+    def __init__(self) -> None:
+        self.stamp: Any = None
         self.weight: torch.Tensor | None = None
         self.rows = (2, 64)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Packed":
-        return Packed(copy.deepcopy(self.switch, memo))
+        return Packed()
 
-    def __reduce__(self) -> tuple[type["Packed"], tuple[Switch]]:
-        return Packed, (self.switch,)
+    def __reduce__(self) -> tuple[type["Packed"], tuple[()]]:
+        return Packed, ()
+
+    def product(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None = None,
+        *,
+        turned: bool = False,
+        part: int | None = None,
+    ) -> torch.Tensor:
+        """x times the weights `[out, in]` (`[in, out]` if turned); packed again where they have changed.
+
+        `part` takes one matrix of a stack of them.
+        """
+        stamp = (*(stamp_of(w) for w in weights), torch.get_num_threads())
+        if self.stamp != stamp:
+            plain = weights[0].detach() if len(weights) == 1 else torch.cat([w.detach() for w in weights])
+            plain = plain if part is None else plain[part]
+            plain = plain.t().contiguous() if turned else plain
+            self.stamp, self.weight = stamp, _pack(plain)
+            self.rows = right_rows(plain, self.weight)
+        assert self.weight is not None
+        return _product(x, self.weight, bias, self.rows)
+
+    def forget(self) -> None:
+        """Pack again at the next use."""
+        self.stamp = self.weight = None
+
+
+class Group:
+    """Layers that are given the same input, and the product of all of them."""
+
+    def __init__(self, members: Sequence[Any]) -> None:
+        self.members = list(members)
+        self.packed = Packed()
+        self.sizes = [m.weight.shape[0] for m in members]
+
+    def lead(self, x: torch.Tensor, switch: Switch) -> torch.Tensor:
+        """The first member's part; the others' wait for them, under this very input."""
+        whole = self.packed.product(x, [m.weight for m in self.members])
+        first, *rest = whole.split(self.sizes, -1)
+        switch.waiting = (x, x._version, dict(zip(map(id, self.members[1:]), rest, strict=True)))
+        return first
+
+    @property
+    def sound(self) -> bool:
+        """Whether the common product has the bits of the separate ones; tried once per shape."""
+        weights = [m.weight for m in self.members]
+        key = (*(tuple(w.shape) for w in weights), weights[0].dtype, torch.get_num_threads())
+        if key not in _SOUND:
+            generator = torch.Generator().manual_seed(3)
+            x = torch.randn(40, weights[0].shape[1], generator=generator).to(weights[0].dtype)
+            alone = [Packed() for _ in weights]
+            _SOUND[key] = all(
+                torch.equal(
+                    Packed().product(x[:n], weights),
+                    torch.cat([p.product(x[:n], [w]) for p, w in zip(alone, weights, strict=True)], -1),
+                )
+                for n in (1, 16, 40)
+            )
+        return _SOUND[key]
 
 
 def usable(dtype: torch.dtype) -> bool:
@@ -65,40 +124,67 @@ def usable(dtype: torch.dtype) -> bool:
 
 
 def pack(model: torch.nn.Module) -> int:
-    """Prepack every plain `nn.Linear` and `Conv1D` on the CPU; return how many were new."""
-    switch = vars(model).setdefault(_SWITCH, Switch())
+    """Prepack every linear layer and `Conv1D` on the CPU; return how many were new."""
+    switch = switch_of(model)
     count = 0
     for module in model.modules():
-        if (
-            type(module) in (torch.nn.Linear, Conv1D)
-            and module.weight.device.type == "cpu"
-            and "forward" not in vars(module)
-        ):
-            vars(module)[_PACKED] = Packed(switch)
-            module.forward = partial(_forward, module)  # type: ignore[method-assign]
+        if _packable(module) and "forward" not in vars(module):
+            vars(module)[_PACKED] = Packed()
+            replace_forward(module, _forward, switch)
             count += 1
+    for module in model.modules() if count else ():
+        for names in TOGETHER:
+            members = [m for name in names if (m := getattr(module, name, None)) is not None]
+            if len(members) == len(names) and all(map(_joins, members)) and (group := Group(members)).sound:
+                vars(members[0])[_GROUP] = group
     return count
+
+
+def packed(module: torch.nn.Module) -> bool:
+    """Whether a layer's product is a packed one inside the engine's step."""
+    return _PACKED in vars(module)
+
+
+def _packable(module: torch.nn.Module) -> bool:
+    """A plain layer, or a subclass that computes what a plain one does: some return more, some scale."""
+    if not isinstance(module, torch.nn.Linear | Conv1D) or module.weight.device.type != "cpu":
+        return False
+    if type(module).forward in (torch.nn.Linear.forward, Conv1D.forward):
+        return module.weight.dtype in RANGES
+    if module.weight.dtype not in RANGES or isinstance(module, Conv1D):
+        return False
+    x = torch.randn(3, module.in_features, generator=torch.Generator().manual_seed(0)).to(module.weight.dtype)
+    with torch.no_grad():
+        out, plain = module(x), F.linear(x, module.weight, module.bias)
+    same = isinstance(out, torch.Tensor) and out.shape == plain.shape
+    return same and torch.allclose(out, plain, rtol=1e-3, atol=1e-2 * float(plain.abs().max()))
+
+
+def _joins(module: torch.nn.Module) -> bool:
+    return packed(module) and isinstance(module, torch.nn.Linear) and module.bias is None
 
 
 def refresh(model: torch.nn.Module) -> None:
     """Weights may have changed in ways a stamp does not show: pack them again at their next use."""
-    if _SWITCH not in vars(model):
-        return
-    pack(model)
+    if any(replaced(m) for m in model.modules()):
+        pack(model)
     for module in model.modules():
         if (packed := vars(module).get(_PACKED)) is not None:
-            packed.stamp = packed.weight = None
+            packed.forget()
+        if (group := vars(module).get(_GROUP)) is not None:
+            group.packed.forget()
+        vars(module).get(EXPERTS, {}).clear()
 
 
 @contextmanager
 def switched_on(model: torch.nn.Module) -> Iterator[None]:
     """Use the packed copies inside the block, where there are any."""
-    switch = vars(model).get(_SWITCH, Switch())
+    switch = switch_of(model)
     before, switch.on = switch.on, True
     try:
         yield
     finally:
-        switch.on = before
+        switch.on, switch.waiting = before, None
 
 
 def stamp_of(weight: torch.Tensor) -> tuple[int, int, int]:
@@ -147,19 +233,20 @@ def _steady(x: torch.Tensor, packed: torch.Tensor, rows: tuple[int, int]) -> boo
     return all(torch.equal(_product(x[:n], packed, None, rows), whole[:n]) for n in sizes)
 
 
-def _forward(self: Any, input: torch.Tensor) -> Any:
-    weight, packed = self.weight, vars(self)[_PACKED]
+def _forward(self: Any, switch: Switch, input: torch.Tensor) -> Any:
+    known, weight = vars(self), self.weight
     if (
-        not packed.switch.on
+        not switch.on
         or torch.is_grad_enabled()
         or input.dtype != weight.dtype
         or input.device.type != "cpu"
         or weight.device.type != "cpu"
     ):
-        return type(self).forward(self, input)
-    stamp = (*stamp_of(weight), torch.get_num_threads())
-    if packed.stamp != stamp:
-        plain = weight.t() if type(self) is Conv1D else weight
-        packed.stamp, packed.weight = stamp, _pack(plain)
-        packed.rows = right_rows(plain, packed.weight)
-    return _product(input, packed.weight, self.bias, packed.rows)
+        return stock(self)(input)
+    if _GROUP in known:
+        return known[_GROUP].lead(input, switch)
+    if switch.waiting is not None:
+        x, version, parts = switch.waiting
+        if x is input and x._version == version and id(self) in parts:
+            return parts.pop(id(self))
+    return known[_PACKED].product(input, [weight], self.bias, turned=isinstance(self, Conv1D))

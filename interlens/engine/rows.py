@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from interlens.engine.kv import BLOCK, Holder, block_keys
+from interlens.engine.prefixes import BLOCK, Holder, block_keys
 from interlens.interp.capture import RowPlan
 from interlens.request import Finish, SamplingParams
 
@@ -32,6 +32,8 @@ class RowRequest:
     reuse: bool = True
     priority: int = 0
     """Lower is admitted earlier."""
+    tag: bytes = b""
+    """What shaped the keys besides the ids: rows of different tags share nothing."""
     said: str = ""
     """Text that the reply already begins with (a prefill), so that stop strings can span it."""
     on_delta: Callable[[str], None] | None = None
@@ -139,7 +141,7 @@ class Row:
     @cached_property
     def blocks(self) -> list[bytes]:
         """The keys of the prompt's whole blocks."""
-        return block_keys(self.request.ids)
+        return block_keys(self.request.ids, self.request.tag)
 
     def pending(self, budget: int) -> list[int]:
         """The ids to run next: the rest of the prompt, in pieces of at most `budget`, or the last token
@@ -169,7 +171,7 @@ class Row:
         known = len(self.keys)
         if self.past // BLOCK > known:
             fresh = self.ids[known * BLOCK : self.past]
-            self.keys += block_keys(fresh, self.keys[-1] if self.keys else b"")
+            self.keys += block_keys(fresh, self.keys[-1] if self.keys else self.request.tag)
 
     def wants(self, start: int, n: int) -> list[int]:
         """Offsets within the next n tokens that the plan keeps."""

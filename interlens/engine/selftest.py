@@ -5,7 +5,6 @@ dtype, threads and processor, so it is measured: linears, attention at lengths t
 blocking, then the model.
 """
 
-import inspect
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +13,11 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from interlens.engine import linears
-from interlens.engine.attention import Decoding, decode_rows, head_width, plan_pass, prefill_segment
+from interlens.engine.attention import PassPlan, decode_rows, prefill_segment
 from interlens.engine.batch import Engine
-from interlens.engine.kernel import kernel_for
-from interlens.engine.kv import PAD, Segment, Slots
+from interlens.engine.families import fitted
+from interlens.engine.kernel import Sight, kernel_for
+from interlens.engine.kv import PAD, Segment
 from interlens.engine.resident import evaluating
 from interlens.engine.rows import Row, RowRequest
 
@@ -37,18 +37,9 @@ class Verdict:
 
 def examine(model: Any) -> Verdict:
     """Run the self-test on a loaded model; a second or so for a small one."""
-    config = model.config.get_text_config(decoder=True)
-    parameters = inspect.signature(model.forward).parameters
-    if not {"position_ids", "logits_to_keep"} <= set(parameters):
-        return Verdict(False, True, "its forward takes no position_ids or logits_to_keep")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        return Verdict(False, True, f"it has layers of the kinds {', '.join(sorted(kinds))}")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
-        return Verdict(
-            False, True, f"its rotary frequencies ({rope['rope_type']}) depend on the longest row of a pass"
-        )
+    fit = fitted(model)
+    if fit.why_not:
+        return Verdict(False, True, fit.why_not)
     with evaluating(list(model.modules())):
         return _tried(model)
 
@@ -125,8 +116,9 @@ def agrees(model: Any) -> bool:
 def linears_exact(model: Any) -> bool:
     """Each shape of linear layer: a row alone, in three, and in many."""
     shapes: set[tuple[type, torch.Size]] = set()
+    module: Any
     for module in model.modules():
-        if not isinstance(module, torch.nn.Linear | Conv1D):
+        if not linears.packed(module):
             continue
         shape = (type(module), module.weight.shape)
         if shape in shapes:
@@ -144,14 +136,7 @@ def linears_exact(model: Any) -> bool:
 
 def _attention_fixed(model: Any) -> bool:
     """The kernel's order of operations is fixed by construction, and was tried when it was loaded."""
-    width = head_width(model.config.get_text_config(decoder=True))
-    return kernel_for(model.device, model.dtype, width) is not None or attention_exact(model)
-
-
-def _decoding(slots: Slots, segments: list[Segment], model: Any) -> Decoding:
-    plan = plan_pass(slots, segments, model.dtype, model.device).decode
-    assert plan is not None
-    return plan
+    return kernel_for(model.device, model.dtype) is not None or attention_exact(model)
 
 
 def attention_exact(model: Any) -> bool:
@@ -160,35 +145,36 @@ def attention_exact(model: Any) -> bool:
     heads = config.num_attention_heads
     kv = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    generator = torch.Generator().manual_seed(2)
-    slots = Slots(1)
-    slots.fit(4, max(LENGTHS) + 1)
-    keys = torch.randn(slots.n_slots, kv, slots.length, width, generator=generator).to(model.dtype)
-    values = torch.randn(slots.n_slots, kv, slots.length, width, generator=generator).to(model.dtype)
     if model.device.type != "cpu":
         return False
+    generator = torch.Generator().manual_seed(2)
+    length = -(-(max(LENGTHS) + 31) // PAD) * PAD
+    keys, values = torch.randn(2, 4, kv, length, width, generator=generator).to(model.dtype)
     for n in LENGTHS:
         q_THD = torch.randn(40, heads, width, generator=generator).to(model.dtype)
         mates = [Segment(0, n + 30, 0, 1), Segment(1, n - 1, 1, 1), Segment(3, 17, 2, 1)]
-        among = decode_rows(q_THD[:3], keys, values, _decoding(slots, mates, model))[1]
+        among = _decoded(q_THD[:3], keys, values, mates)[1]
         keys[0], values[0] = keys[1], values[1]
-        alone = decode_rows(
-            q_THD[1:2],
-            keys,
-            values,
-            _decoding(slots, [Segment(0, n - 1, 0, 1)], model),
-        )[0]
-        if not torch.equal(among, alone):
-            return False
+        alone = _decoded(q_THD[1:2], keys, values, [Segment(0, n - 1, 0, 1)])[0]
         start = max(0, n - 30)
         q = q_THD[: n - start].clone()
         q[-1] = q_THD[1]
-        [mask] = plan_pass(slots, [Segment(1, start, 0, n - start)], model.dtype, model.device).masks
-        length = -(-n // PAD) * PAD
-        packed = prefill_segment(q.transpose(0, 1), keys[1, :, :length], values[1, :, :length], mask)[-1]
-        if not torch.equal(packed, alone):
+        segment = Segment(1, start, 0, n - start)
+        mask = PassPlan([segment]).mask(segment, Sight(), q)
+        seen = mask.shape[-1]
+        packed = prefill_segment(
+            q.transpose(0, 1), keys[1, :, :seen], values[1, :, :seen], mask, Sight(), start
+        )
+        if not torch.equal(among, alone) or not torch.equal(packed[-1], alone):
             return False
     return True
+
+
+def _decoded(q_tHD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segments: list[Segment]) -> Any:
+    plan = PassPlan(segments).decode
+    assert plan is not None
+    k, v = keys[: plan.span, :, : plan.length], values[: plan.span, :, : plan.length]
+    return decode_rows(q_tHD, k, v, plan, Sight())
 
 
 def rows_exact(model: Any) -> bool:

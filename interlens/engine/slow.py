@@ -29,6 +29,9 @@ class SlowEngine(Engine):
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._takes_positions = "position_ids" in parameters
         self._rotary = growing(model)
+        longrope = [m for m in self._rotary if "longrope" in str(m.rope_type)]
+        original = model.config.get_text_config(decoder=True).rope_parameters if longrope else {}
+        self._crossing = int(original.get("original_max_position_embeddings", 1 << 30))
 
     def submit(self, request: RowRequest) -> Ticket:
         """Queue a row; no prefix is shared."""
@@ -59,6 +62,8 @@ class SlowEngine(Engine):
     ) -> tuple[torch.Tensor, dict[tuple[str, int], torch.Tensor]]:
         """Run one row: logits `[n, V]` and what the hooks kept."""
         cache = self._caches.get(row.ticket.number)
+        if s.past <= self._crossing < s.past + s.n:
+            cache = None  # the frequencies of all positions change here: as `generate` does, run all again
         before = s.past if cache is None else 0  # a model that gives no cache runs the whole sequence again
         inputs: dict[str, Any] = {
             "input_ids": torch.tensor([[*row.ids[:before], *ids]], device=self.device),

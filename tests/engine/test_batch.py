@@ -268,7 +268,7 @@ def test_memory_after_many_rows_is_that_after_a_few(model, tokenizer):
         assert index == blocks, "the index names what is parked and nothing else"
         assert not engine.rows
         assert not engine._began
-        return len(tensors) - 2 * len(engine.prefixes.parked), engine.slots.bytes
+        return len(tensors) - 2 * 2 * len(engine.prefixes.parked), engine.slots.bytes  # keys, values; layers
 
     def some(n):
         return [row(prompt(chance.randrange(10, 120), i), 4, seed=i) for i in range(n)]

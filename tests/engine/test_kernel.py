@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from interlens.engine import kernel as kernels
-from interlens.engine.kernel import SHARE, TILE, Kernel, build, kernel, kernel_for, tasks_of, tried
+from interlens.engine.kernel import SHARE, TILE, Kernel, Sight, build, kernel, kernel_for, tasks_of, tried
+from interlens.engine.kv import Slots
 from interlens.engine.load import tiny
 
 built = kernel()
@@ -33,7 +34,7 @@ def rows(dtype, heads=2, group=3, width=32, length=256, n=40, seed=0):
     return q, k.reshape(3, heads, length // TILE, TILE, width).transpose(-1, -2).contiguous(), k, v
 
 
-def by_hand(q, k, v, position, scale, window=0, cap=0.0, sinks=None):
+def by_hand(q, k, v, position, scale, sight):
     """One query after the other, in double precision."""
     group = q.shape[0] // k.shape[0]
     out = torch.empty(q.shape[1], q.shape[0], q.shape[2], dtype=torch.float64)
@@ -41,11 +42,14 @@ def by_hand(q, k, v, position, scale, window=0, cap=0.0, sinks=None):
         keys, values = k[head // group].double(), v[head // group].double()
         for i in range(q.shape[1]):
             p = position + i
-            low = max(0, p + 1 - window) if window else 0
+            low = max(0, p + 1 - sight.window) if sight.window else 0
+            low = max(low, p // sight.chunk * sight.chunk) if sight.chunk else low
             scores = keys[low : p + 1] @ q[head, i].double() * scale
-            scores = torch.tanh(scores / cap) * cap if cap else scores
+            scores = torch.tanh(scores / sight.cap) * sight.cap if sight.cap else scores
+            if sight.slopes is not None:
+                scores = scores + sight.slopes[head].double() * (torch.arange(low, p + 1) - p)
             weights = scores.exp()
-            total = weights.sum() + (sinks[head].double().exp() if sinks is not None else 0)
+            total = weights.sum() + (sight.sinks[head].double().exp() if sight.sinks is not None else 0)
             out[i, head] = (weights / total) @ values[low : p + 1]
     return out
 
@@ -53,15 +57,24 @@ def by_hand(q, k, v, position, scale, window=0, cap=0.0, sinks=None):
 @needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("window", "cap", "sunk"), [(0, 0.0, False), (19, 0.0, False), (0, 5.0, False), (50, 9.0, True)]
+    ("window", "chunk", "cap", "sunk", "sloped"),
+    [
+        (0, 0, 0.0, False, False),
+        (19, 0, 0.0, False, False),
+        (0, 17, 0.0, False, False),
+        (0, 0, 5.0, False, False),
+        (0, 0, 0.0, False, True),
+        (50, 70, 9.0, True, True),
+    ],
 )
 @pytest.mark.parametrize(("group", "width"), [(1, 16), (3, 64), (5, 80), (16, 128)])
-def test_it_agrees_with_attention_by_hand(dtype, window, cap, sunk, group, width):
+def test_it_agrees_with_attention_by_hand(dtype, window, chunk, cap, sunk, sloped, group, width):
     q, tiles, k, v = rows(dtype, group=group, width=width, n=9)
-    sinks = torch.linspace(-1, 1, q.shape[0]) if sunk else None
+    line = torch.linspace(-1, 1, q.shape[0])
+    sight = Sight(window, chunk, cap, line if sunk else None, line / 7 if sloped else None)
     tasks = tasks_of([(0, 9, 1, 130)])
-    out = built.attend(q, tiles, v, tasks, scale=0.2, window=window, cap=cap, sinks=sinks)
-    wanted = by_hand(q, k[1], v[1], 130, 0.2, window, cap, sinks)
+    out = built.attend(q, tiles, v, tasks, scale=0.2, sight=sight)
+    wanted = by_hand(q, k[1], v[1], 130, 0.2, sight)
     assert torch.allclose(out.double(), wanted, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
@@ -111,8 +124,11 @@ def test_both_forms_have_the_same_bits():
     compiler = next(p for c in ("cc", "gcc", "clang") if (p := kernels.shutil.which(c)))
     forms = [Kernel(build(compiler, name), name) for name in kernels.FORMS]
     q, tiles, _, v = rows(torch.float32)
-    first, second = (f.attend(q, tiles, v, tasks_of([(0, 40, 2, 60)]), scale=0.3) for f in forms)
-    assert torch.equal(first, second)
+    line = torch.linspace(-1, 1, q.shape[0])
+    for sight in (Sight(), Sight(window=9, cap=3.0, sinks=line), Sight(chunk=21, slopes=line / 5)):
+        tasks = tasks_of([(0, 40, 2, 60)])
+        first, second = (f.attend(q, tiles, v, tasks, scale=0.3, sight=sight) for f in forms)
+        assert torch.equal(first, second)
 
 
 def test_long_segments_are_shared_out():
@@ -170,10 +186,11 @@ def test_it_is_built_once(anew, tmp_path):
 
 
 def test_what_it_cannot_compute_goes_to_plain_torch():
-    cpu = torch.device("cpu")
-    assert kernel_for(cpu, torch.float16, 64) is None
-    assert kernel_for(cpu, torch.float32, 20) is None
-    assert kernel_for(cpu, torch.float32, 512) is None
-    assert kernel_for(cpu, torch.float32, 0) is None
+    assert kernel_for(torch.device("cpu"), torch.float16) is None
+    assert kernel_for(torch.device("meta"), torch.float32) is None
     model, _ = tiny()
-    assert model.config.head_dim % TILE == 0
+    slots = Slots(model.config, built)
+    for width, tiles in ((64, True), (256, True), (20, False), (512, False)):
+        like = torch.zeros(1, 2, 3, width)
+        assert slots._tiles(like, like) == (tiles and built is not None)
+    assert not slots._tiles(torch.zeros(1, 1, 3, 32), torch.zeros(1, 1, 3, 16))

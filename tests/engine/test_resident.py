@@ -159,7 +159,7 @@ def test_the_user_s_own_work_between_steps_is_what_it_would_be_without_us():
     assert [p.requires_grad for p in model.parameters()] == flags
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), stock.parameters(), strict=True))
     assert not [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
-    assert set(vars(model)) - set(vars(stock)) == {"_interlens_switch"}
+    assert set(vars(model)) - set(vars(stock)) == {"_interlens_switch", "_interlens_fit"}
 
 
 def test_the_user_s_work_does_not_change_the_rows_that_are_live(model):
