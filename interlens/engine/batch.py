@@ -193,7 +193,8 @@ class Engine:
             segments.append(Segment(row.slot, row.past, at, len(ids)))
             at += len(ids)
         logits, index, kept = self._pass(work, segments)
-        ends_BV = logits[[end - 1 for _, end in index]].float()
+        ends = [end - 1 for _, end in index]
+        ends_BV = (logits if len(ends) == len(logits) else logits[ends]).float()
         self._collect(work, segments, kept)
         self._refuse_unsound([row for row, _ in work], ends_BV)
         drawing = []

@@ -1,7 +1,7 @@
-"""The C kernel for exact attention: built once into the user's cache by the system compiler, tried before it
-is used.
+"""The C kernel for exact attention, norms and draws: built once into the user's cache by the system compiler,
+tried before it is used.
 
-`attention.c` is the source; the library's name is a hash of it, of the compiler and of the flags, so a
+`kernel.c` is the source; the library's name is a hash of it, of the compiler and of the flags, so a
 changed source or another processor builds another one. Without a compiler, without AVX2, or with
 `INTERLENS_KERNEL=0`, plain torch does the same work. The two differ from each other in bits; each is exact in
 itself.
@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,12 +25,16 @@ import torch
 from interlens.engine.load import cache_dir
 
 log = logging.getLogger("interlens.engine")
-SOURCE = Path(__file__).with_name("attention.c")
+SOURCE = Path(__file__).with_name("kernel.c")
 TILE = 16
 SHARE = 16
 """Tokens of one segment that are computed together."""
 MAX_QUERIES, MAX_WIDTH = 12, 256
 FORMS = {
+    "amx": (
+        "avx512f avx512bw avx512vl avx512dq fma amx_tile amx_bf16",
+        ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mamx-tile", "-mamx-bf16"],
+    ),
     "avx512": (
         "avx512f avx512bw avx512vl avx512dq fma",
         ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"],
@@ -119,6 +123,11 @@ class Kernel:
         library = ctypes.CDLL(str(path))
         self._store = {t: _bound(library, f"store_{name}", _STORE) for t, name in _NAMES.items()}
         self._attend = {t: _bound(library, f"attend_{name}", _ATTEND) for t, name in _NAMES.items()}
+        self._norm = {t: _bound(library, f"norm_{name}", _NORM) for t, name in _NAMES.items()}
+        self._draw = _bound(library, "draw", _DRAW)
+        self._linear = {torch.float32: _bound(library, "linear_f32", _LINEAR)}
+        if library.matrix_units():
+            self._linear[torch.bfloat16] = _bound(library, "linear_bf16", _LINEAR)
 
     def store(
         self,
@@ -201,6 +210,60 @@ class Kernel:
         )
         return out
 
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMS norm of `x` `[…, d]` with weights `[d]`, d a multiple of 16; both of one type."""
+        width = x.shape[-1]
+        x = x if x.is_contiguous() else x.contiguous()
+        assert weight.shape == (width,)
+        assert width % TILE == 0
+        assert x.dtype == weight.dtype
+        out = torch.empty_like(x)
+        rows = x.numel() // width
+        self._norm[x.dtype](
+            rows, width, eps, x.data_ptr(), width, weight.contiguous().data_ptr(), out.data_ptr()
+        )
+        return out
+
+    def multiplies(self, weight: torch.Tensor) -> bool:
+        """Whether linear layers with such a weight `[out, in]` are computed here."""
+        return weight.dtype in self._linear and (weight.dtype == torch.float32 or weight.shape[1] % 32 == 0)
+
+    def linear(self, x: torch.Tensor, panels: torch.Tensor, size: int, bias: torch.Tensor | None) -> Any:
+        """`x` `[…, in]` times a weight `[size, in]` that `panels_of` laid out: `[…, size]`."""
+        width = x.shape[-1]
+        rows = x.reshape(-1, width)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        assert rows.dtype == panels.dtype
+        assert panels.numel() == -(-size // _COLUMNS[x.dtype]) * _COLUMNS[x.dtype] * width
+        out = x.new_empty(*x.shape[:-1], size)
+        if bias is not None:
+            assert bias.shape == (size,)
+            bias = bias.detach().to(x.dtype).contiguous()
+        self._linear[x.dtype](
+            len(rows),
+            size,
+            width,
+            rows.data_ptr(),
+            rows.stride(0),
+            panels.data_ptr(),
+            bias.data_ptr() if bias is not None else None,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def draw(self, logits_BV: torch.Tensor, heat: Sequence[float], u: Sequence[float]) -> list[int]:
+        """By inverse CDF, the token of each row's distribution softmax(logits / heat) at `u` in [0, 1)."""
+        logits_BV = logits_BV.contiguous()
+        assert logits_BV.dtype == torch.float32
+        n, size = logits_BV.shape
+        heats, at = torch.tensor(heat, dtype=torch.float32), torch.tensor(u, dtype=torch.float64)
+        assert len(heats) == len(at) == n
+        sums = torch.empty(size // 512 + 1, dtype=torch.float64)
+        tokens = torch.empty(n, dtype=torch.int32)
+        self._draw(n, size, *(t.data_ptr() for t in (logits_BV, heats, at, sums, tokens)))
+        return tokens.tolist()  # type: ignore[no-any-return]
+
 
 _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _TASKS = [_INT, *[_POINTER] * 4]
@@ -211,6 +274,21 @@ _ATTEND = [
     *[_FLOAT, _INT, _INT, _FLOAT, _POINTER, _POINTER],
     *[_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER, _INT, _INT],
 ]
+
+_NORM = [_INT, _INT, _FLOAT, _POINTER, _LONG, _POINTER, _POINTER]
+_LINEAR = [_INT, _INT, _INT, _POINTER, _LONG, *[_POINTER] * 3, _INT]
+_COLUMNS = {torch.float32: 48, torch.bfloat16: 32}
+_DRAW = [_INT, _INT, *[_POINTER] * 5]
+
+
+def panels_of(weight: torch.Tensor) -> torch.Tensor:
+    """A weight `[out, in]` as the kernel reads it: panels of columns, for bf16 in pairs along `in` too."""
+    size, width = weight.shape
+    columns = _COLUMNS[weight.dtype]
+    more = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -size % columns))
+    if weight.dtype == torch.float32:
+        return more.view(-1, columns, width).transpose(1, 2).contiguous()
+    return more.view(-1, 2, 16, width // 32, 16, 2).permute(0, 3, 1, 4, 2, 5).contiguous()
 
 
 def _bound(library: ctypes.CDLL, name: str, arguments: list[Any]) -> Any:
@@ -232,20 +310,22 @@ def kernel() -> Kernel | None:
     """The kernel, built if need be and tried; `None` where plain torch is to do the work."""
     if os.environ.get("INTERLENS_KERNEL", "1") == "0":
         return None
-    form = next((name for name, (needs, _) in FORMS.items() if set(needs.split()) <= processor_flags()), None)
+    forms = [name for name, (needs, _) in FORMS.items() if set(needs.split()) <= processor_flags()]
     compiler = next((path for c in ("cc", "gcc", "clang") if (path := shutil.which(c))), None)
-    if form is None or compiler is None:
-        log.info("no attention kernel: %s", "no compiler was found" if compiler is None else "no AVX2")
+    if not forms or compiler is None:
+        log.info("no kernel: %s", "no compiler was found" if compiler is None else "no AVX2")
         return None
-    try:
-        built = Kernel(build(compiler, form), form)
-    except (OSError, subprocess.SubprocessError) as error:
-        log.warning("the attention kernel could not be built, plain torch is used: %s", error)
-        return None
-    if not tried(built):
-        log.warning("the attention kernel failed its self-test on this machine, plain torch is used")
-        return None
-    return built
+    for form in forms:
+        try:
+            built = Kernel(build(compiler, form), form)
+        except (OSError, subprocess.SubprocessError) as error:
+            log.warning("the kernel's %s form could not be built: %s", form, error)
+            continue
+        if tried(built):
+            return built
+        log.warning("the kernel's %s form failed its self-test on this machine", form)
+    log.warning("plain torch is used instead of the kernel")
+    return None
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel | None:
@@ -271,12 +351,12 @@ def build(compiler: str, form: str) -> Path:
         [compiler, "--version"], capture_output=True, text=True, timeout=30, check=True
     ).stdout
     mark = hashlib.sha256(repr((SOURCE.read_text(), version, flags, runtime)).encode()).hexdigest()[:16]
-    target = cache_dir() / "kernels" / f"attention-{form}-{mark}.so"
+    target = cache_dir() / "kernels" / f"kernel-{form}-{mark}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        thing, made = Path(work) / "attention.o", Path(work) / "attention.so"
+        thing, made = Path(work) / "kernel.o", Path(work) / "kernel.so"
         for command in (
             [compiler, *flags, "-c", str(SOURCE), "-o", str(thing)],
             [compiler, "-shared", str(thing), *([runtime] if runtime else []), "-lm", "-o", str(made)],
@@ -319,7 +399,43 @@ def tried(built: Kernel) -> bool:
             single = built.attend(q, tiles, v, parts, scale=0.2, sight=sight)
             if not torch.equal(many, single) or not _near(many, q, k[1], v[1], past, sight):
                 return False
-    return True
+        if not _norms(built, q[0]) or not _products(
+            built, random(77, 64).to(dtype), random(50, 64).to(dtype)
+        ):
+            return False
+    return _draws(built, random(4, 1000) * 3)
+
+
+def _products(built: Kernel, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """A linear layer against torch's, its rows alone, in parts and together."""
+    if not built.multiplies(weight):
+        return True
+    bias, panels, size = weight[:, 0].clone(), panels_of(weight), len(weight)
+    out = built.linear(x, panels, size, bias)
+    parts = [built.linear(x[a:b], panels, size, bias) for a, b in ((0, 1), (1, 4), (4, 37), (37, 77))]
+    wanted = x.double() @ weight.double().T + bias.double()
+    near = torch.allclose(out.double(), wanted, atol=0.2 if x.dtype == torch.bfloat16 else 1e-4)
+    return near and torch.equal(out, torch.cat(parts))
+
+
+def _norms(built: Kernel, x: torch.Tensor) -> bool:
+    """RMS norms of rows `[n, d]` against the formula, alone and together."""
+    weight = x[0]
+    out, h = built.norm(x, weight, 1e-6), x.float()
+    wanted = weight.float() * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))
+    alone = torch.cat([built.norm(row[None], weight, 1e-6) for row in x])
+    near = torch.allclose(out.float(), wanted, atol=1e-6, rtol=2e-2 if x.dtype == torch.bfloat16 else 1e-5)
+    return near and torch.equal(out, alone)
+
+
+def _draws(built: Kernel, logits_BV: torch.Tensor) -> bool:
+    """Draws against a cumulative sum in double precision, away from its steps."""
+    heat, u = [0.7, 1.0, 2.0, 0.1], [0.0, 0.3, 0.999, 0.6]
+    p = torch.softmax(logits_BV.double() / torch.tensor(heat, dtype=torch.float64)[:, None], -1).cumsum(-1)
+    found = built.draw(logits_BV, heat, u)
+    low = [float(p[i, t - 1]) if t else 0.0 for i, t in enumerate(found)]
+    high = [float(p[i, t]) for i, t in enumerate(found)]
+    return all(a - 1e-5 <= x <= b + 1e-5 for a, x, b in zip(low, u, high, strict=True))
 
 
 def _near(

@@ -15,20 +15,18 @@ import torch
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from interlens.engine.kernel import Kernel, kernel_for, panels_of
 from interlens.engine.switch import Switch, replace_forward, replaced, stock, switch_of
 
-_PACKED, _GROUP = "_interlens_packed", "_interlens_group"
+_PACKED = "_interlens_packed"
 EXPERTS = "_interlens_experts"
 """Where a module keeps the packed weights of its experts, by name and number."""
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Projections of one input, computed by one product; modules, weights, names and hooks stay."""
 RANGES = {torch.float32: ((2, 512),), torch.bfloat16: ((33, 64), (2, 32))}
 """Numbers of rows within which one kernel does the work, the fastest first; the edges are where kernels were
 seen to change: a lone row in fp32; with bf16 matrix units 33 rows, and again at several sizes beyond 64.
 """
 SIZES = (1, 3, 16, 17, 32, 33, 40, 48, 50, 64, 129, 300, 512)
 _FOUND: dict[tuple[Any, ...], tuple[int, int]] = {}
-_SOUND: dict[tuple[Any, ...], bool] = {}
 
 
 class Packed:
@@ -37,6 +35,9 @@ class Packed:
     def __init__(self) -> None:
         self.stamp: Any = None
         self.weight: torch.Tensor | None = None
+        self.size = 0
+        self.kernel: Kernel | None = None
+        """Multiplies, where it can; else oneDNN does, within `rows`."""
         self.rows = (2, 64)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Packed":
@@ -63,48 +64,20 @@ class Packed:
             plain = weights[0].detach() if len(weights) == 1 else torch.cat([w.detach() for w in weights])
             plain = plain if part is None else plain[part]
             plain = plain.t().contiguous() if turned else plain
-            self.stamp, self.weight = stamp, _pack(plain)
-            self.rows = right_rows(plain, self.weight)
+            self.stamp, self.size, self.kernel = stamp, len(plain), kernel_for(plain.device, plain.dtype)
+            if self.kernel is not None and self.kernel.multiplies(plain):
+                self.weight = panels_of(plain)
+            else:
+                self.kernel, self.weight = None, _pack(plain)
+                self.rows = right_rows(plain, self.weight)
         assert self.weight is not None
+        if self.kernel is not None:
+            return self.kernel.linear(x, self.weight, self.size, bias)  # type: ignore[no-any-return]
         return _product(x, self.weight, bias, self.rows)
 
     def forget(self) -> None:
         """Pack again at the next use."""
         self.stamp = self.weight = None
-
-
-class Group:
-    """Layers that are given the same input, and the product of all of them."""
-
-    def __init__(self, members: Sequence[Any]) -> None:
-        self.members = list(members)
-        self.packed = Packed()
-        self.sizes = [m.weight.shape[0] for m in members]
-
-    def lead(self, x: torch.Tensor, switch: Switch) -> torch.Tensor:
-        """The first member's part; the others' wait for them, under this very input."""
-        whole = self.packed.product(x, [m.weight for m in self.members])
-        first, *rest = whole.split(self.sizes, -1)
-        switch.waiting = (x, x._version, dict(zip(map(id, self.members[1:]), rest, strict=True)))
-        return first
-
-    @property
-    def sound(self) -> bool:
-        """Whether the common product has the bits of the separate ones; tried once per shape."""
-        weights = [m.weight for m in self.members]
-        key = (*(tuple(w.shape) for w in weights), weights[0].dtype, torch.get_num_threads())
-        if key not in _SOUND:
-            generator = torch.Generator().manual_seed(3)
-            x = torch.randn(40, weights[0].shape[1], generator=generator).to(weights[0].dtype)
-            alone = [Packed() for _ in weights]
-            _SOUND[key] = all(
-                torch.equal(
-                    Packed().product(x[:n], weights),
-                    torch.cat([p.product(x[:n], [w]) for p, w in zip(alone, weights, strict=True)], -1),
-                )
-                for n in (1, 16, 40)
-            )
-        return _SOUND[key]
 
 
 def usable(dtype: torch.dtype) -> bool:
@@ -132,11 +105,6 @@ def pack(model: torch.nn.Module) -> int:
             vars(module)[_PACKED] = Packed()
             replace_forward(module, _forward, switch)
             count += 1
-    for module in model.modules() if count else ():
-        for names in TOGETHER:
-            members = [m for name in names if (m := getattr(module, name, None)) is not None]
-            if len(members) == len(names) and all(map(_joins, members)) and (group := Group(members)).sound:
-                vars(members[0])[_GROUP] = group
     return count
 
 
@@ -160,10 +128,6 @@ def _packable(module: torch.nn.Module) -> bool:
     return same and torch.allclose(out, plain, rtol=1e-3, atol=1e-2 * float(plain.abs().max()))
 
 
-def _joins(module: torch.nn.Module) -> bool:
-    return packed(module) and isinstance(module, torch.nn.Linear) and module.bias is None
-
-
 def refresh(model: torch.nn.Module) -> None:
     """Weights may have changed in ways a stamp does not show: pack them again at their next use."""
     if any(replaced(m) for m in model.modules()):
@@ -171,8 +135,6 @@ def refresh(model: torch.nn.Module) -> None:
     for module in model.modules():
         if (packed := vars(module).get(_PACKED)) is not None:
             packed.forget()
-        if (group := vars(module).get(_GROUP)) is not None:
-            group.packed.forget()
         vars(module).get(EXPERTS, {}).clear()
 
 
@@ -184,7 +146,7 @@ def switched_on(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        switch.on, switch.waiting = before, None
+        switch.on = before
 
 
 def stamp_of(weight: torch.Tensor) -> tuple[int, int, int]:
@@ -243,10 +205,4 @@ def _forward(self: Any, switch: Switch, input: torch.Tensor) -> Any:
         or weight.device.type != "cpu"
     ):
         return stock(self)(input)
-    if _GROUP in known:
-        return known[_GROUP].lead(input, switch)
-    if switch.waiting is not None:
-        x, version, parts = switch.waiting
-        if x is input and x._version == version and id(self) in parts:
-            return parts.pop(id(self))
     return known[_PACKED].product(input, [weight], self.bias, turned=isinstance(self, Conv1D))

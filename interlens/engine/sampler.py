@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from interlens.engine.kernel import kernel_for
 from interlens.request import SamplingParams
 
 COLDEST, HOTTEST = 1e-30, 1e30
@@ -58,17 +59,19 @@ def sample(logits_BV: torch.Tensor, draws: Sequence[Draw]) -> list[int | None]:
             out[i] = token
     if hot:
         rows, top = (x, top) if len(hot) == len(draws) else (x[hot], top[hot])
-        for i, token in zip(hot, _draw(rows - top[:, None], [draws[i] for i in hot]), strict=True):
+        for i, token in zip(hot, _draw(rows, top, [draws[i] for i in hot]), strict=True):
             out[i] = token
     return out
 
 
-def _draw(below_BV: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Inverse CDF; the logits are given relative to the largest, so that no temperature overflows them."""
-    heat = torch.tensor(
-        [min(max(d.params.temperature, COLDEST), HOTTEST) for d in draws], device=below_BV.device
-    )
-    p = torch.softmax(below_BV.div_(heat[:, None]), -1)
+def _draw(logits_BV: torch.Tensor, top_B: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Inverse CDF; the logits are taken relative to the largest, so that no temperature overflows them."""
+    heats = [min(max(d.params.temperature, COLDEST), HOTTEST) for d in draws]
+    kernel = kernel_for(logits_BV.device, logits_BV.dtype)
+    if kernel is not None and not any(_cuts(d.params) for d in draws):
+        return kernel.draw(logits_BV, heats, [d.uniform for d in draws])
+    heat = torch.tensor(heats, device=logits_BV.device)
+    p = torch.softmax((logits_BV - top_B[:, None]).div_(heat[:, None]), -1)
     for i, d in enumerate(draws):
         if _cuts(d.params):
             p[i] = _cut(p[i], d.params)

@@ -118,7 +118,8 @@ def linears_exact(model: Any) -> bool:
     shapes: set[tuple[type, torch.Size]] = set()
     module: Any
     for module in model.modules():
-        if not linears.packed(module):
+        plain = isinstance(module, torch.nn.Linear | Conv1D) and "forward" not in vars(module)
+        if not linears.packed(module) and not plain:
             continue
         shape = (type(module), module.weight.shape)
         if shape in shapes:

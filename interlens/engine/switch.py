@@ -19,8 +19,6 @@ class Switch:
 
     on = False
     """Whether packed weights are in use."""
-    waiting: Any = None
-    """Products that were computed with a neighbour's and are not fetched yet: (input, its version, parts)."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Switch":
         return memo.setdefault(id(self), Switch())  # type: ignore[no-any-return]

@@ -9,8 +9,8 @@ import torch
 @pytest.fixture
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention by plain torch, as on a machine without a compiler."""
-    monkeypatch.setattr("interlens.engine.batch.kernel_for", lambda *given: None)
-    monkeypatch.setattr("interlens.engine.selftest.kernel_for", lambda *given: None)
+    for module in ("batch", "selftest", "linears", "norms", "sampler"):
+        monkeypatch.setattr(f"interlens.engine.{module}.kernel_for", lambda *given: None)
 
 
 @pytest.fixture(scope="package", autouse=True)

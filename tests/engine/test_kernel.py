@@ -8,7 +8,18 @@ import pytest
 import torch
 
 from interlens.engine import kernel as kernels
-from interlens.engine.kernel import SHARE, TILE, Kernel, Sight, build, kernel, kernel_for, tasks_of, tried
+from interlens.engine.kernel import (
+    SHARE,
+    TILE,
+    Kernel,
+    Sight,
+    build,
+    kernel,
+    kernel_for,
+    panels_of,
+    tasks_of,
+    tried,
+)
 from interlens.engine.kv import Slots
 from interlens.engine.load import tiny
 
@@ -117,18 +128,118 @@ def test_two_models_in_two_threads_do_not_disturb_each_other():
     assert all(torch.equal(out, w) for outs, w in zip(found, wanted, strict=True) for out in outs)
 
 
-@needs_kernel
-def test_both_forms_have_the_same_bits():
-    if not {"avx512f", "fma"} <= kernels.processor_flags():
-        pytest.skip("this processor has one form only")
+def every_form():
+    flags = kernels.processor_flags()
     compiler = next(p for c in ("cc", "gcc", "clang") if (p := kernels.shutil.which(c)))
-    forms = [Kernel(build(compiler, name), name) for name in kernels.FORMS]
+    return [
+        Kernel(build(compiler, name), name)
+        for name, (needs, _) in kernels.FORMS.items()
+        if set(needs.split()) <= flags
+    ]
+
+
+@needs_kernel
+def test_all_forms_have_the_same_bits():
+    forms = every_form()
+    if len(forms) == 1:
+        pytest.skip("this processor has one form only")
     q, tiles, _, v = rows(torch.float32)
     line = torch.linspace(-1, 1, q.shape[0])
+    weight = torch.randn(77, 45, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(21, 45, generator=torch.Generator().manual_seed(2))
     for sight in (Sight(), Sight(window=9, cap=3.0, sinks=line), Sight(chunk=21, slopes=line / 5)):
-        tasks = tasks_of([(0, 40, 2, 60)])
-        first, second = (f.attend(q, tiles, v, tasks, scale=0.3, sight=sight) for f in forms)
-        assert torch.equal(first, second)
+        outs = [f.attend(q, tiles, v, tasks_of([(0, 40, 2, 60)]), scale=0.3, sight=sight) for f in forms]
+        assert all(torch.equal(out, outs[0]) for out in outs)
+    outs = [f.linear(x, panels_of(weight), 77, weight[:, 0]) for f in forms]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    outs = [f.norm(q[0], q[0, 0], 1e-5) for f in forms]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    draws = [f.draw(x * 4, [0.8] * 21, torch.linspace(0, 0.999, 21).tolist()) for f in forms]
+    assert all(drawn == draws[0] for drawn in draws)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("size", "width"), [(1, 32), (47, 64), (48, 33), (100, 576), (576, 1536), (33, 96)])
+def test_a_product_is_right_and_a_row_s_own_at_every_number_of_rows(dtype, size, width):
+    generator = torch.Generator().manual_seed(size)
+    weight = torch.randn(size, width, generator=generator).to(dtype)
+    bias = torch.randn(size, generator=generator).to(dtype)
+    if not built.multiplies(weight):
+        assert dtype == torch.bfloat16
+        return
+    x = torch.randn(70, width, generator=generator).to(dtype)
+    panels = panels_of(weight)
+    for given in (None, bias):
+        whole = built.linear(x, panels, size, given)
+        wanted = x.double() @ weight.double().T + (given.double() if given is not None else 0)
+        eps = torch.finfo(dtype).eps
+        assert torch.allclose(whole.double(), wanted, rtol=eps, atol=1e-6 * width)
+        for n in (*range(1, 20), 31, 32, 33, 48, 65, 70):
+            assert torch.equal(built.linear(x[70 - n :], panels, size, given), whole[70 - n :])
+    strided = torch.cat([x, x], 1)[:, :width]
+    assert torch.equal(built.linear(strided, panels, size, bias), built.linear(x, panels, size, bias))
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_product_does_not_depend_on_the_number_of_threads(dtype):
+    weight, x = torch.randn(500, 128).to(dtype), torch.randn(40, 128).to(dtype)
+    if not built.multiplies(weight):
+        return
+    before, outs = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            outs.append(built.linear(x, panels_of(weight), 500, None))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+@needs_kernel
+def test_numbers_that_are_none_stay_in_their_row():
+    for dtype in (torch.float32, torch.bfloat16):
+        weight, x = torch.randn(64, 64).to(dtype), torch.randn(20, 64).to(dtype)
+        if not built.multiplies(weight):
+            continue
+        clean = built.linear(x, panels_of(weight), 64, None)
+        x[7, 3] = float("nan")
+        x[8, 3] = float("inf")
+        spoilt = built.linear(x, panels_of(weight), 64, None)
+        assert spoilt[7].isnan().all()
+        others = [i for i in range(20) if i not in (7, 8)]
+        assert torch.equal(spoilt[others], clean[others])
+
+
+@needs_kernel
+def test_draws_are_those_of_the_cumulative_distribution():
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(200, 1300, generator=generator) * 4
+    logits[:, ::7] = float("-inf")
+    heat = torch.rand(200, generator=generator) * 2 + 0.05
+    u = torch.rand(200, generator=generator, dtype=torch.float64)
+    cdf = torch.softmax(logits.double() / heat[:, None].double(), -1).cumsum(-1)
+    found = built.draw(logits, heat.tolist(), u.tolist())
+    wanted = torch.searchsorted(cdf, u[:, None], right=True)[:, 0].tolist()
+    near = [min(abs(float(cdf[i, t] - u[i])) for t in (w - 1, w) if t >= 0) for i, w in enumerate(wanted)]
+    assert all(f == w or gap < 1e-5 for f, w, gap in zip(found, wanted, near, strict=True))
+    assert sum(f == w for f, w in zip(found, wanted, strict=True)) > 190
+
+
+@needs_kernel
+@pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
+def test_a_draw_never_gives_a_token_without_weight(u):
+    logits = torch.full((1, 2000), float("-inf"))
+    for only in (0, 511, 512, 1999):
+        one = logits.clone()
+        one[0, only] = -3.0
+        assert built.draw(one, [1e-30], [u]) == [only]
+    two = logits.clone()
+    two[0, [5, 900]] = torch.tensor([0.0, 1.0])
+    assert built.draw(two, [1.0], [u])[0] in (5, 900)
+    assert built.draw(two, [1e-30], [u]) == [900]
 
 
 def test_long_segments_are_shared_out():
