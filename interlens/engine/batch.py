@@ -7,6 +7,7 @@ in them.
 """
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -26,8 +27,20 @@ from interlens.errors import EngineError
 from interlens.interp.hooks import Session
 from interlens.request import Completion, Ticket
 
+log = logging.getLogger("interlens.engine")
 PREFILL_BUDGET = 512
 """Prompt tokens per step, over all rows: a long prompt does not stall the others for longer than that."""
+
+STATE_CUT = 64
+"""Where a prompt may be cut for a recurrent model: at multiples of this, whoever is in the pass, since the bits
+of a state depend on the cuts before it.
+"""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the CPU's allocator, had no memory left."""
+    told = "can't allocate memory" in str(error) or "not enough memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or told
 
 
 class Engine:
@@ -109,15 +122,15 @@ class Engine:
         # 2. leave: rows that were cancelled
         for row in [r for r in self.rows if r.done]:
             self._retire(row)
-        # 3. join: waiting rows take free places, with what is resident of their prompt
-        self._admit()
-        # 4. run one packed pass; rows that ended leave
-        if self.rows:
-            try:
+        try:
+            # 3. join: waiting rows take free places, with what is resident of their prompt
+            self._admit()
+            # 4. run one packed pass; rows that ended leave
+            if self.rows:
                 with self._resident.borrowed():
                     self._advance()
-            except Exception as error:
-                self._fail_all(error)
+        except Exception as error:
+            self._recover(error)
         for row in [r for r in self.rows if r.done]:
             self._retire(row)
         done, self._done = self._done, []
@@ -134,8 +147,8 @@ class Engine:
                 break
             row.shares = row.request.reuse and not self._resident.hooked
             keys = row.blocks if row.shares else []
-            holder, n = self.prefixes.find(row.request.ids, keys, self._continuable)
-            most = 0 if self.fit.mixers else self._reusable(row, len(row.request.ids) - 1)
+            holder, n = self.prefixes.find(row.ids, keys, self._continuable)
+            most = 0 if self.fit.mixers else self._reusable(row, len(row.ids) - 1)
             if any(k in coming for k in keys[n // BLOCK : most // BLOCK]):
                 row.shared = True  # a mate is computing this prefix right now: take it afterwards
                 continue
@@ -147,7 +160,7 @@ class Engine:
         """Give a row a slot, and copy into it what is resident of its prompt."""
         row.slot = len(self.rows)
         self.rows.append(row)
-        n = min(n, len(row.request.ids) - 1)  # one token at least is run: its logits are needed
+        n = min(n, len(row.ids) - 1)  # one token at least is run: its logits are needed
         usable = self._reusable(row, n)
         usable = self._continuable(holder, usable) if holder is not None else 0
         row.recomputed = n - usable
@@ -158,7 +171,7 @@ class Engine:
             else:
                 self.slots.copy(holder.slot, row.slot, usable)
         row.past = row.reused = usable
-        row.holder = Holder(list(row.request.ids[:usable]), row.slot)
+        row.holder = Holder(row.ids[:usable], row.slot)
         if row.shares:
             row.grow_keys()
             self.prefixes.grow(row.holder, row.keys)
@@ -184,7 +197,7 @@ class Engine:
         for row in self.rows:
             if row.prefilling and budget <= 0:
                 continue
-            ids = row.pending(budget)
+            ids = row.pending(budget, STATE_CUT if self.fit.mixers else 1)
             budget -= len(ids) if row.prefilling else 0
             work.append((row, ids))
         work.sort(key=lambda item: len(item[1]) > 1)  # rows with one token first, each kind in slot order
@@ -209,7 +222,7 @@ class Engine:
             if row.request.all_logits:
                 begin, end = index[place]
                 row.logits.append(logits[begin:end].float().cpu())
-            if not row.prefilling and row.finish is None:
+            if row.past == row.length and row.finish is None:
                 drawing.append(place)
         every = len(drawing) == len(work)
         self._draw([work[place][0] for place in drawing], ends_BV if every else ends_BV[drawing])
@@ -381,10 +394,25 @@ class Engine:
             out[f"{site}.{layer}"] = torch.cat([chunk[site, layer] for _, chunk in row.kept])
         return out
 
-    def _fail_all(self, error: Exception) -> None:
-        """The pass itself failed: every row in it ends with the error, the engine goes on."""
+    def _recover(self, error: Exception) -> None:
+        """The pass itself failed. Where memory ran out, half the rows at a time run again from their first
+        token; what they said stays. Any other error ends every row, and the engine goes on.
+        """
+        self.slots.plan = None
+        if not out_of_memory(error) or len(self.rows) == 1:
+            for row in self.rows:
+                self._fail(row, error)
+            return
+        self.max_rows = max(1, len(self.rows) // 2)
+        log.warning("out of memory with %d rows: %d at a time from now on", len(self.rows), self.max_rows)
         for row in self.rows:
-            self._fail(row, error)
+            if row.holder is not None:
+                self.prefixes.forget(row.holder)
+            row.restart()
+        self.waiting += self.rows
+        self.rows = []
+        self.prefixes.clear()
+        self.slots = Slots(self.model.config, self._kernel, self.fit.sights)
 
     def _fail(self, row: Row, error: BaseException) -> None:
         """End one row; what its slot held cannot reach the next one."""

@@ -125,32 +125,36 @@ class Row:
 
     def __post_init__(self) -> None:
         self.shares = self.request.reuse
+        self.ids: list[int] = list(self.request.ids)
+        """Prompt and reply."""
         if self.request.plan is not None:
             self.chosen = frozenset(self.request.plan.prompt)
 
     @property
-    def ids(self) -> Sequence[int]:
-        """Prompt and reply."""
-        return (*self.request.ids, *self.out)
-
-    @property
     def length(self) -> int:
         """Tokens of prompt and reply."""
-        return len(self.request.ids) + len(self.out)
+        return len(self.ids)
 
     @cached_property
     def blocks(self) -> list[bytes]:
         """The keys of the prompt's whole blocks."""
         return block_keys(self.request.ids, self.request.tag)
 
-    def pending(self, budget: int) -> list[int]:
-        """The ids to run next: the rest of the prompt, in pieces of at most `budget`, or the last token
-        drawn.
+    def pending(self, budget: int, every: int = 1) -> list[int]:
+        """The ids to run next: what is left of prompt and reply, at most `budget` of them.
+
+        Cut at multiples of `every`, whatever the budget, where a row's bits depend on its cuts.
         """
-        prompt = self.request.ids
-        if self.past < len(prompt):
-            return list(prompt[self.past : self.past + max(1, budget)])
-        return [self.out[self.past - len(prompt)]]
+        end = max((self.past + budget) // every * every, (self.past // every + 1) * every)
+        return self.ids[self.past : end]
+
+    def restart(self) -> None:
+        """Forget what was computed, not what was said: the row runs again from its first token."""
+        self.past, self.slot, self.holder = 0, -1, None
+        for found in (self.keys, self.kept, self.logits):
+            found.clear()
+        for noted in (self.logprobs, self.entropy, self.top):
+            del noted[len(self.out) :]  # noted for a token that was not taken
 
     @property
     def done(self) -> bool:
@@ -163,8 +167,8 @@ class Row:
 
     @property
     def prefilling(self) -> bool:
-        """Whether part of the prompt is still to be run."""
-        return self.past < len(self.request.ids)
+        """Whether more than the last token drawn is still to be run."""
+        return self.past < max(len(self.request.ids), len(self.ids) - 1)
 
     def grow_keys(self) -> None:
         """Extend the block keys to the ids that are resident; only whole new blocks are hashed."""
@@ -184,6 +188,7 @@ class Row:
     def take(self, token: int) -> None:
         """Accept a drawn token; decide whether the row ends here."""
         self.out.append(token)
+        self.ids.append(token)
         request = self.request
         if token in request.end_ids:
             self.finish = "eos"

@@ -6,7 +6,7 @@ blocking, then the model.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,17 @@ from transformers.pytorch_utils import Conv1D
 from interlens.engine import linears
 from interlens.engine.attention import PassPlan, decode_rows, prefill_segment
 from interlens.engine.batch import Engine
-from interlens.engine.families import fitted
+from interlens.engine.families import Fit, fitted
 from interlens.engine.kernel import Sight, kernel_for
 from interlens.engine.kv import PAD, Segment
 from interlens.engine.resident import evaluating
 from interlens.engine.rows import Row, RowRequest
+from interlens.engine.twin import twin_of
+from interlens.errors import ModelError
 
 log = logging.getLogger("interlens.engine")
+TRIED = (5, 40, 23)
+"""Prompts that packed passes are tried with."""
 LENGTHS = (5, 63, 64, 130, 193, 260, 300, 385, 450)
 """Keys seen; 192 to 384 is where MKL was measured to change its order of sums."""
 
@@ -36,31 +40,67 @@ class Verdict:
 
 
 def examine(model: Any) -> Verdict:
-    """Run the self-test on a loaded model; a second or so for a small one."""
-    fit = fitted(model)
-    if fit.why_not:
-        return Verdict(False, True, fit.why_not)
+    """Run the self-test on a loaded model; a few seconds for a small one.
+
+    Raises `ModelError` for a model that looks at the tokens after a position: it cannot continue a text.
+    """
     with evaluating(list(model.modules())):
-        return _tried(model)
+        fit = fitted(model)
+        why = fit.why_not or _shrunk(model, fit) or _tried(model)
+        if why:
+            if not causal(model):
+                raise ModelError(
+                    f"{type(model).__name__} is no causal language model: what it says of a "
+                    "position depends on the tokens after it"
+                )
+            return Verdict(False, True, why)
+        try:
+            exact = linears_exact(model) and _attention_fixed(model) and rows_exact(model)
+        except Exception as error:  # any failure of the fast path means the slow one
+            return Verdict(False, True, f"{type(error).__name__}: {error}")
+    if exact:
+        return Verdict(True, True, "")
+    return Verdict(True, False, f"bits depend on the batch for {model.dtype} on {model.device.type}")
 
 
-def _tried(model: Any) -> Verdict:
+def _shrunk(model: Any, fit: Fit) -> str:
+    """Try a small twin, whose windows are short enough to be reached; what is wrong with it, if anything."""
+    twin = twin_of(model)
+    if twin is None or fitted(twin).why_not:
+        far = [size for sizes in fit.sights.values() for size in sizes if size >= max(TRIED)]
+        return "its windows could not be tried on a small copy of it" if far else ""
+    why = _tried(twin)
+    return f"on a small copy of it: {why}" if why else ""
+
+
+def _tried(model: Any) -> str:
+    """What is wrong with packed passes of this model, if anything."""
     try:
-        if not agrees(model):
-            return Verdict(False, True, "packed logits differ from its own forward pass")
-        exact = linears_exact(model) and _attention_fixed(model) and rows_exact(model)
-    except Exception as error:  # any failure of the fast path means the slow one
-        return Verdict(False, True, f"{type(error).__name__}: {error}")
-    return Verdict(
-        True, exact, "" if exact else f"bits depend on the batch for {model.dtype} on {model.device.type}"
-    )
+        return "" if agrees(model) else "packed logits differ from its own forward pass"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@torch.no_grad()
+def causal(model: Any) -> bool:
+    """Whether the logits of a position stay what they are when tokens follow."""
+    ids = list(_ids(model, 11, 1))
+    try:
+        whole, begun = (
+            model(input_ids=torch.tensor([some], device=model.device), use_cache=False).logits[0].float()
+            for some in (ids, ids[:7])
+        )
+    except Exception:  # it says so itself when it is run
+        return True
+    return bool((whole[:7] - begun).abs().max() <= 0.1 * whole.std())
 
 
 def _ids(model: Any, n: int, seed: int) -> tuple[int, ...]:
     """Ids that a model of short context reads too."""
     generator = torch.Generator().manual_seed(seed)
     config = model.config.get_text_config(decoder=True)
-    size, n = config.vocab_size, min(n, getattr(config, "max_position_embeddings", None) or n)
+    limit = getattr(config, "max_position_embeddings", None) or n + 4
+    size, n = config.vocab_size, max(1, min(n, limit - 4))
     return tuple(torch.randint(min(8, size // 2), size, (n,), generator=generator).tolist())
 
 
@@ -91,17 +131,14 @@ def _logits(model: Any, ids: tuple[int, ...]) -> RowRequest:
 
 
 def agrees(model: Any) -> bool:
-    """Packed logits against the model's own forward pass, three rows of other lengths, cut."""
-    prompts = [_ids(model, n, n) for n in (5, 40, 23)]
-    done, _ = _run(model, [_logits(model, ids) for ids in prompts], budget=31)
+    """Packed logits against the model's own forward pass: rows of other lengths, cut, and continued."""
+    prompts = [_ids(model, n, n) for n in TRIED]
+    rows = [replace(_logits(model, ids), max_new_tokens=4) for ids in prompts]
+    done, _ = _run(model, rows, budget=31)
     for ids, completion in zip(prompts, done, strict=True):
+        whole = torch.tensor([[*ids, *completion.token_ids[:-1]]], device=model.device)
         with torch.no_grad():
-            own = (
-                model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
-                .logits[0]
-                .float()
-                .cpu()
-            )
+            own = model(input_ids=whole, use_cache=False).logits[0].float().cpu()
         off = (own - completion.logits).abs()
         if model.dtype == torch.float32:
             fine = bool(off.max() <= 1e-3 * own.std())
@@ -118,8 +155,7 @@ def linears_exact(model: Any) -> bool:
     shapes: set[tuple[type, torch.Size]] = set()
     module: Any
     for module in model.modules():
-        plain = isinstance(module, torch.nn.Linear | Conv1D) and "forward" not in vars(module)
-        if not linears.packed(module) and not plain:
+        if not linears.packed(module) and type(module) not in (torch.nn.Linear, Conv1D):
             continue
         shape = (type(module), module.weight.shape)
         if shape in shapes:

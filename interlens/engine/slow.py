@@ -14,6 +14,7 @@ import torch
 
 from interlens.engine.batch import Engine
 from interlens.engine.kv import Segment
+from interlens.engine.resident import evaluating
 from interlens.engine.rows import Row, RowRequest
 from interlens.interp.hooks import Session
 from interlens.request import Ticket
@@ -28,6 +29,7 @@ class SlowEngine(Engine):
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._takes_positions = "position_ids" in parameters
+        self._cached = continues(model)
         self._rotary = growing(model)
         longrope = [m for m in self._rotary if "longrope" in str(m.rope_type)]
         original = model.config.get_text_config(decoder=True).rope_parameters if longrope else {}
@@ -77,14 +79,43 @@ class SlowEngine(Engine):
         with own_frequencies(self._rotary), Session(self.model, wanted) as session:
             out = self.model(**inputs)
         cache = getattr(out, self._cache_name, None)
-        self._caches[row.ticket.number] = (
-            cache if cache is not None else getattr(out, "past_key_values", None)
-        )
+        if self._cached:
+            cache = cache if cache is not None else getattr(out, "past_key_values", None)
+            self._caches[row.ticket.number] = cache
         return out.logits[0, -s.n :], session.kept
+
+    def _recover(self, error: Exception) -> None:
+        self._caches.clear()
+        super()._recover(error)
 
     def _retire(self, row: Row) -> None:
         self._caches.pop(row.ticket.number, None)
         super()._retire(row)
+
+
+@torch.no_grad()
+def continues(model: Any) -> bool:
+    """Whether going on from the model's own cache gives what a pass over everything gives; else every step
+    is a pass over everything.
+    """
+    first, rest = [5, 9, 4, 7, 6, 3, 8], [10, 3, 12]
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+    def run(ids: list[int], **given: Any) -> Any:
+        tokens = torch.tensor([ids], device=model.device)
+        return model(input_ids=tokens, use_cache=True, **given)
+
+    try:
+        with own_frequencies(growing(model)), evaluating(list(model.modules())):
+            whole, out = run(first + rest).logits[0].float(), run(first)
+            for at, token in enumerate(rest, len(first)):
+                out = run([token], **{name: getattr(out, name, None) or out.past_key_values})
+                off = (whole[at] - out.logits[0, -1].float()).abs().max()
+                if off > (1e-3 if model.dtype == torch.float32 else 0.2) * whole.std():
+                    return False
+    except Exception:  # whatever its cache wants, it is not needed
+        return False
+    return True
 
 
 _FREQUENCIES = ("inv_freq", "max_seq_len_cached", "attention_scaling")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from interlens.engine.batch import Engine
+from interlens.engine.slow import SlowEngine
 from interlens.engine.tiny import tiny_tokenizer
 from interlens.errors import EngineError
 from interlens.interp.capture import RowPlan
@@ -139,6 +140,65 @@ def poisoned():
 
 def without_77(n, seed):
     return tuple(i if i != 77 else 78 for i in prompt(n, seed))
+
+
+def memory_for(model, monkeypatch, tokens):
+    """Let passes of the engine's with more tokens than this fail as an allocator does."""
+    right = model.forward
+
+    def limited(*args, input_ids, **kwargs):
+        if input_ids.shape[1] > tokens:
+            raise torch.OutOfMemoryError("no memory left on the device")
+        return right(*args, input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(model, "forward", limited)
+
+
+@pytest.mark.parametrize("kind", [Engine, SlowEngine])
+def test_out_of_memory_halves_the_rows_and_loses_and_changes_nothing(monkeypatch, kind):
+    model = packed_tiny()
+    plan = RowPlan(captures=(("resid_post", 1),), prompt=tuple(range(10)), generated=True)
+    rows = [row(prompt(10 + i, i), 12, seed=i, logprobs=0, plan=plan) for i in range(8)]
+    wanted = drive(kind(model), rows)
+    engine = kind(model)
+    tickets = [engine.submit(r) for r in rows]
+    done = {}
+    for _ in range(5):
+        done |= {c.ticket.number: c for c in engine.step()}
+    if kind is Engine:
+        memory_for(model, monkeypatch, 3)
+    else:
+        passes = iter([torch.OutOfMemoryError("no memory left")])
+        right = engine._draw
+        monkeypatch.setattr(engine, "_draw", lambda *given: raise_next(passes) or right(*given))
+    engine.prefill_budget = 3
+    done |= finish(engine)
+    assert engine.max_rows <= 4
+    for ticket, result in zip(tickets, wanted, strict=True):
+        again = done[ticket.number]
+        assert again.error is None
+        assert again.token_ids == result.ids
+        assert again.logprobs == pytest.approx(result.done.logprobs, abs=1e-5)
+        assert torch.equal(again.captures["positions"], result.done.captures["positions"])
+        found, known = (c["resid_post.1"] for c in (again.captures, result.done.captures))
+        assert torch.allclose(found, known, atol=1e-5)
+        assert kind is SlowEngine or (torch.equal(found, known) and again.logprobs == result.done.logprobs)
+    assert not engine.rows
+    assert not engine.waiting
+
+
+def raise_next(errors):
+    for error in errors:
+        raise error
+
+
+def test_a_row_that_memory_does_not_hold_ends_alone_and_says_so(monkeypatch):
+    model = packed_tiny()
+    memory_for(model, monkeypatch, 20)
+    engine = Engine(model, prefill_budget=64)
+    results = drive(engine, [row(prompt(n, n), 2) for n in (40, 10, 9)], failing=True)
+    assert [r.done.finish for r in results] == ["error", "length", "length"]
+    assert isinstance(results[0].done.error, torch.OutOfMemoryError)
 
 
 @pytest.mark.parametrize("new", [6, 0], ids=["generating", "forward"])

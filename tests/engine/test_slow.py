@@ -240,7 +240,7 @@ def test_a_pass_that_raises_means_the_slow_path(monkeypatch):
 
     monkeypatch.setattr("interlens.engine.attention.PassPlan", raises)
     verdict = examine(packed_tiny())
-    assert (verdict.fits, verdict.why) == (False, "RuntimeError: no such kernel")
+    assert (verdict.fits, verdict.why) == (False, "on a small copy of it: RuntimeError: no such kernel")
 
 
 def test_the_self_test_draws_no_global_random_number_and_leaves_nothing():
