@@ -13,6 +13,7 @@ from interlens.engine.batch import Engine
 from interlens.engine.rows import RowRequest
 from interlens.engine.selftest import examine
 from interlens.engine.slow import SlowEngine
+from interlens.engine.switch import device_of
 from interlens.errors import nearest
 from interlens.interp.sites import SITES
 from interlens.request import BackendSpec, Capabilities, Completion, Forward, Generate, Ticket
@@ -52,7 +53,7 @@ class HuggingFaceBackend:
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.lock = threading.RLock()
         """Held by a step; hold it to run the module yourself while others may be generating."""
-        if model.device.type == "cpu" and linears.usable(model.dtype):
+        if device_of(model).type == "cpu" and linears.usable(model.dtype):
             linears.pack(model)
             norms.quicken(model)
         began = time.perf_counter()

@@ -23,6 +23,7 @@ from interlens.engine.prefixes import BLOCK, Holder, Prefixes
 from interlens.engine.resident import Resident
 from interlens.engine.rows import Row, RowRequest, Text
 from interlens.engine.sampler import Draw, raw_statistics, sample
+from interlens.engine.switch import device_of
 from interlens.errors import EngineError
 from interlens.interp.hooks import Session
 from interlens.request import Completion, Ticket
@@ -32,8 +33,8 @@ PREFILL_BUDGET = 512
 """Prompt tokens per step, over all rows: a long prompt does not stall the others for longer than that."""
 
 STATE_CUT = 64
-"""Where a prompt may be cut for a recurrent model: at multiples of this, whoever is in the pass, since the bits
-of a state depend on the cuts before it.
+"""Where a prompt may be cut for a recurrent model: at multiples of this, whoever is in the pass, since the
+bits of a state depend on the cuts before it.
 """
 
 
@@ -60,8 +61,8 @@ class Engine:
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.max_rows, self.prefill_budget = max_rows, prefill_budget
-        self.device = next(model.parameters()).device
-        self.dtype = next(model.parameters()).dtype
+        self.device = device_of(model)
+        self.dtype = model.dtype
         self.fit = fitted(model)
         self._kernel = kernel_for(self.device, self.dtype) if attention == "auto" else None
         self.slots = Slots(model.config, self._kernel, self.fit.sights)

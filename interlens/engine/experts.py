@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ExpertsInterface
 
 from interlens.engine import linears
-from interlens.engine.switch import Switch, replace_forward, replaced, stock, switch_of
+from interlens.engine.switch import Switch, device_of, replace_forward, replaced, stock, switch_of
 
 NAME = "interlens"
 
@@ -21,7 +21,7 @@ NAME = "interlens"
 def applies(model: Any) -> bool:
     """Whether the model has experts that transformers would run through its interface, on the CPU."""
     has = any(hasattr(m, "_apply_gate") and hasattr(m, "num_experts") for m in model.modules())
-    return has and model.device.type == "cpu" and linears.usable(model.dtype)
+    return has and device_of(model).type == "cpu" and linears.usable(model.dtype)
 
 
 def run_experts(

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache, get_layer_types_and_kwargs
 
 from interlens.engine import adapters, experts
 from interlens.engine.kv import Mark, Slots
-from interlens.engine.switch import replace_forward, replaced, stock, switch_of
+from interlens.engine.switch import device_of, replace_forward, replaced, stock, switch_of
 
 PLAIN = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "attention"}
 RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2"}
@@ -144,7 +144,7 @@ def find_mixers(model: Any) -> list[str]:
 def _plain_pass(model: Any, ids: list[int], cache: Any) -> torch.Tensor:
     """Logits `[n, V]` of some tokens after what a cache of transformers holds."""
     given = {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
-    tokens = torch.tensor([ids], device=model.device)
+    tokens = torch.tensor([ids], device=device_of(model))
     return model(input_ids=tokens, use_cache=True, **given).logits[0].float()  # type: ignore[no-any-return]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from interlens.engine.kernel import TILE, Kernel, kernel_for
-from interlens.engine.switch import Switch, replace_forward, replaced, stock, switch_of
+from interlens.engine.switch import Switch, device_of, replace_forward, replaced, stock, switch_of
 
 _TRIED: dict[Any, bool] = {}
 
@@ -17,7 +17,7 @@ _TRIED: dict[Any, bool] = {}
 def quicken(model: Any) -> int:
     """Give the model's RMS norms their quick form for the engine's step; return how many took it."""
     switch, count = switch_of(model), 0
-    kernel = kernel_for(model.device, model.dtype)
+    kernel = kernel_for(device_of(model), model.dtype)
     if kernel is None:
         return 0
     for module in model.modules():

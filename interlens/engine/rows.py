@@ -1,6 +1,6 @@
 """One row: a sequence that is being extended, with its own settings, text, stops and captures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any

@@ -20,6 +20,7 @@ from interlens.engine.kernel import Sight, kernel_for
 from interlens.engine.kv import PAD, Segment
 from interlens.engine.resident import evaluating
 from interlens.engine.rows import Row, RowRequest
+from interlens.engine.switch import device_of
 from interlens.engine.twin import twin_of
 from interlens.errors import ModelError
 
@@ -60,7 +61,7 @@ def examine(model: Any) -> Verdict:
             return Verdict(False, True, f"{type(error).__name__}: {error}")
     if exact:
         return Verdict(True, True, "")
-    return Verdict(True, False, f"bits depend on the batch for {model.dtype} on {model.device.type}")
+    return Verdict(True, False, f"bits depend on the batch for {model.dtype} on {device_of(model).type}")
 
 
 def _shrunk(model: Any, fit: Fit) -> str:
@@ -87,7 +88,7 @@ def causal(model: Any) -> bool:
     ids = list(_ids(model, 11, 1))
     try:
         whole, begun = (
-            model(input_ids=torch.tensor([some], device=model.device), use_cache=False).logits[0].float()
+            model(input_ids=torch.tensor([some], device=device_of(model)), use_cache=False).logits[0].float()
             for some in (ids, ids[:7])
         )
     except Exception:  # it says so itself when it is run
@@ -136,7 +137,7 @@ def agrees(model: Any) -> bool:
     rows = [replace(_logits(model, ids), max_new_tokens=4) for ids in prompts]
     done, _ = _run(model, rows, budget=31)
     for ids, completion in zip(prompts, done, strict=True):
-        whole = torch.tensor([[*ids, *completion.token_ids[:-1]]], device=model.device)
+        whole = torch.tensor([[*ids, *completion.token_ids[:-1]]], device=device_of(model))
         with torch.no_grad():
             own = model(input_ids=whole, use_cache=False).logits[0].float().cpu()
         off = (own - completion.logits).abs()
@@ -151,11 +152,13 @@ def agrees(model: Any) -> bool:
 
 
 def linears_exact(model: Any) -> bool:
-    """Each shape of linear layer: a row alone, in three, and in many."""
+    """Each shape of linear layer, which must be a packed one: a row alone, in three, and in many."""
     shapes: set[tuple[type, torch.Size]] = set()
     module: Any
     for module in model.modules():
-        if not linears.packed(module) and type(module) not in (torch.nn.Linear, Conv1D):
+        if not linears.packed(module):
+            if type(module) in (torch.nn.Linear, Conv1D):
+                return False  # torch's own product gives a row other bits beside other rows
             continue
         shape = (type(module), module.weight.shape)
         if shape in shapes:
@@ -173,7 +176,7 @@ def linears_exact(model: Any) -> bool:
 
 def _attention_fixed(model: Any) -> bool:
     """The kernel's order of operations is fixed by construction, and was tried when it was loaded."""
-    return kernel_for(model.device, model.dtype) is not None or attention_exact(model)
+    return kernel_for(device_of(model), model.dtype) is not None or attention_exact(model)
 
 
 def attention_exact(model: Any) -> bool:
@@ -182,7 +185,7 @@ def attention_exact(model: Any) -> bool:
     heads = config.num_attention_heads
     kv = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if model.device.type != "cpu":
+    if device_of(model).type != "cpu":
         return False
     generator = torch.Generator().manual_seed(2)
     length = -(-(max(LENGTHS) + 31) // PAD) * PAD

@@ -16,6 +16,7 @@ from interlens.engine.batch import Engine
 from interlens.engine.kv import Segment
 from interlens.engine.resident import evaluating
 from interlens.engine.rows import Row, RowRequest
+from interlens.engine.switch import device_of
 from interlens.interp.hooks import Session
 from interlens.request import Ticket
 
@@ -102,7 +103,7 @@ def continues(model: Any) -> bool:
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
     def run(ids: list[int], **given: Any) -> Any:
-        tokens = torch.tensor([ids], device=model.device)
+        tokens = torch.tensor([ids], device=device_of(model))
         return model(input_ids=tokens, use_cache=True, **given)
 
     try:

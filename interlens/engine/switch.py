@@ -59,3 +59,11 @@ def stock(module: torch.nn.Module) -> Callable[..., Any]:
     """The forward that was there before ours: the class's, or one that was set on the instance."""
     before = vars(module).get(_STOCK)
     return before if before is not None else partial(type(module).forward, module)
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Where a model's inputs go: a sharded one has weights elsewhere, some of them on no device at all."""
+    hook = getattr(model, "_hf_hook", None)
+    if (device := getattr(hook, "execution_device", None)) is not None:
+        return torch.device(device)
+    return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
