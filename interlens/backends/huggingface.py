@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any
 
 from interlens.engine import linears, load, norms
-from interlens.engine.batch import Engine
 from interlens.engine.rows import RowRequest
 from interlens.engine.selftest import examine
-from interlens.engine.slow import SlowEngine
+from interlens.engine.slow import engine_for
 from interlens.engine.switch import device_of
 from interlens.errors import nearest
 from interlens.interp.sites import SITES
@@ -58,13 +57,14 @@ class HuggingFaceBackend:
             norms.quicken(model)
         began = time.perf_counter()
         self.verdict = examine(model)
-        kind = Engine if self.verdict.fits else SlowEngine
         if not self.verdict.fits:
             log.warning(
                 "%s runs row by row with its own attention, slowly and right: %s", self.name, self.verdict.why
             )
         log.info("self-test of %s: %s (%.1f s)", self.name, self.verdict, time.perf_counter() - began)
-        self.engine = kind(model, tokenizer, max_rows=max_rows, kv_bytes=kv_memory)
+        self.engine = engine_for(
+            model, tokenizer, fits=self.verdict.fits, max_rows=max_rows, kv_bytes=kv_memory
+        )
         self.capabilities = Capabilities(
             capture=True,
             logprobs=True,

@@ -21,6 +21,7 @@ from interlens.engine.kernel import kernel_for
 from interlens.engine.kv import Segment, Slots
 from interlens.engine.prefixes import BLOCK, Holder, Prefixes
 from interlens.engine.resident import Resident
+from interlens.engine.rotary import growing, own_frequencies
 from interlens.engine.rows import Row, RowRequest, Text
 from interlens.engine.sampler import Draw, raw_statistics, sample
 from interlens.engine.switch import device_of
@@ -79,9 +80,12 @@ class Engine:
         self.watch: Callable[[Row, torch.Tensor], None] | None = None
         """Called with a row and the logits `[V]` its next token is drawn from; for tests and self-tests."""
         self._done: list[Completion] = []
+        self.beyond: Engine | None = None
+        """Takes the rows that grow beyond `fit.limit`."""
         self._numbers = itertools.count()
         self._resident = Resident(model)
         self._began: dict[int, float] = {}
+        self._rotary = growing(model)
 
     # -- requests
 
@@ -90,6 +94,12 @@ class Engine:
         if not request.ids:
             raise ValueError("a prompt needs at least one token")
         ticket = Ticket(next(self._numbers))
+        if self.beyond is not None and len(request.ids) + request.max_new_tokens > (self.fit.limit or 0):
+            return self.beyond.queue(request, ticket)
+        return self.queue(request, ticket)
+
+    def queue(self, request: RowRequest, ticket: Ticket) -> Ticket:
+        """Queue a row under a number of the caller's."""
         row = Row(
             request,
             ticket,
@@ -101,6 +111,8 @@ class Engine:
 
     def cancel(self, ticket: Ticket) -> None:
         """End a row early; its completion says `cancelled` and holds what was generated."""
+        if self.beyond is not None:
+            self.beyond.cancel(ticket)
         for row in [*self.waiting, *self.rows]:
             if row.ticket == ticket and row.finish is None:
                 row.finish = "cancelled"
@@ -111,7 +123,8 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.rows or self.waiting or self._done)
+        mine = bool(self.rows or self.waiting or self._done)
+        return mine or (self.beyond is not None and self.beyond.busy)
 
     # -- the loop
 
@@ -135,7 +148,7 @@ class Engine:
         for row in [r for r in self.rows if r.done]:
             self._retire(row)
         done, self._done = self._done, []
-        return done
+        return done + (self.beyond.step() if self.beyond is not None else [])
 
     def _admit(self) -> None:
         if not self.waiting:
@@ -251,7 +264,11 @@ class Engine:
             self.fit.inputs
         )
         wanted = self._wanted(work, segments)
-        with rule.switched_on(self._configs, self._settings), Session(self.model, wanted) as session:
+        with (
+            rule.switched_on(self._configs, self._settings),
+            own_frequencies(self._rotary),
+            Session(self.model, wanted) as session,
+        ):
             out = self.model(input_ids=tensor(ids)[None], cache=self.slots, use_cache=True, **given)
         self.slots.plan = None
         if self.slots.unread:
@@ -439,6 +456,8 @@ class Engine:
 
     def close(self) -> None:
         """Free all keys."""
+        if self.beyond is not None:
+            self.beyond.close()
         self.prefixes.clear()
         self.rows.clear()
         self.waiting.clear()

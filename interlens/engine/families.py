@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicCache, get_layer_types_and_kwargs
 
 from interlens.engine import adapters, experts
 from interlens.engine.kv import Mark, Slots
+from interlens.engine.rotary import regular_until
 from interlens.engine.switch import device_of, replace_forward, replaced, stock, switch_of
 
 PLAIN = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "attention"}
@@ -41,6 +42,8 @@ class Fit:
     """What the model's forward takes."""
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """What it is given in every pass."""
+    limit: int | None = None
+    """The longest row that may run packed, where rotary frequencies change beyond it."""
     why_not: str = ""
     """Why a packed pass cannot be right, where that is known beforehand."""
 
@@ -69,8 +72,6 @@ def _fit(model: Any) -> Fit:
     why = ""
     if strange := sorted(set(kinds) - PLAIN - RECURRENT):
         why = f"it has layers of the kind {', '.join(strange)}"
-    elif rotary_kinds(model) & {"dynamic", "longrope"}:
-        why = "its rotary frequencies follow the length of the whole row"
     mixers = find_mixers(model) if not why else []
     placed = "position_ids" in arguments or len(mixers) == len(kinds) or adapters.placeless(model)
     if not why and not placed:
@@ -80,12 +81,16 @@ def _fit(model: Any) -> Fit:
     whole = bool(mixers) and not continues(model)
     if not why:
         _install(model, mixers, whole)
-    return Fit(tuple(kinds), sights, tuple(mixers), whole, arguments, adapters.inputs(model), why)
-
-
-def rotary_kinds(model: Any) -> set[str]:
-    """The kinds of rotary embedding that the model's modules name."""
-    return {str(kind) for m in model.modules() if (kind := getattr(m, "rope_type", None)) is not None}
+    return Fit(
+        kinds=tuple(kinds),
+        sights=sights,
+        mixers=tuple(mixers),
+        whole=whole,
+        arguments=arguments,
+        inputs=adapters.inputs(model),
+        limit=regular_until(model),
+        why_not=why,
+    )
 
 
 def _install(model: Any, mixers: list[str], whole: bool) -> None:

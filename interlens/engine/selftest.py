@@ -100,7 +100,7 @@ def _ids(model: Any, n: int, seed: int) -> tuple[int, ...]:
     """Ids that a model of short context reads too."""
     generator = torch.Generator().manual_seed(seed)
     config = model.config.get_text_config(decoder=True)
-    limit = getattr(config, "max_position_embeddings", None) or n + 4
+    limit = fitted(model).limit or getattr(config, "max_position_embeddings", None) or n + 4
     size, n = config.vocab_size, max(1, min(n, limit - 4))
     return tuple(torch.randint(min(8, size // 2), size, (n,), generator=generator).tolist())
 

@@ -5,8 +5,7 @@ nothing is batched, so a row cannot depend on its mates, and nothing is reused b
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from interlens.engine.batch import Engine
 from interlens.engine.kv import Segment
 from interlens.engine.resident import evaluating
+from interlens.engine.rotary import growing, kind_of, own_frequencies, regular_until
 from interlens.engine.rows import Row, RowRequest
 from interlens.engine.switch import device_of
 from interlens.interp.hooks import Session
@@ -31,14 +31,12 @@ class SlowEngine(Engine):
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._takes_positions = "position_ids" in parameters
         self._cached = continues(model)
-        self._rotary = growing(model)
-        longrope = [m for m in self._rotary if "longrope" in str(m.rope_type)]
-        original = model.config.get_text_config(decoder=True).rope_parameters if longrope else {}
-        self._crossing = int(original.get("original_max_position_embeddings", 1 << 30))
+        longrope = any("longrope" in kind_of(m) for m in self._rotary)
+        self._crossing = (regular_until(model) if longrope else None) or 1 << 30
 
-    def submit(self, request: RowRequest) -> Ticket:
+    def queue(self, request: RowRequest, ticket: Ticket) -> Ticket:
         """Queue a row; no prefix is shared."""
-        return super().submit(replace(request, reuse=False))
+        return super().queue(replace(request, reuse=False), ticket)
 
     def _pass(
         self, work: Sequence[tuple[Row, list[int]]], segments: list[Segment]
@@ -119,31 +117,11 @@ def continues(model: Any) -> bool:
     return True
 
 
-_FREQUENCIES = ("inv_freq", "max_seq_len_cached", "attention_scaling")
-
-
-def growing(model: Any) -> list[Any]:
-    """The rotary modules whose frequencies follow the longest sequence they have seen."""
-    kinds = ((m, str(getattr(m, "rope_type", ""))) for m in model.modules())
-    return [m for m, kind in kinds if "dynamic" in kind or "longrope" in kind]
-
-
-@contextmanager
-def own_frequencies(rotary: Sequence[Any]) -> Iterator[None]:
-    """Start from the checkpoint's frequencies, whatever ran before, and put back what there was."""
-    before = [
-        (m, k, v.clone() if isinstance(v, torch.Tensor) else v)
-        for m in rotary
-        for k, v in [*m._buffers.items(), *vars(m).items()]
-        if k.endswith(_FREQUENCIES)
-    ]
-    try:
-        for m, k, v in before:
-            if k.endswith("original_inv_freq"):
-                prefix = k.removesuffix("original_inv_freq")
-                setattr(m, f"{prefix}inv_freq", v.clone())
-                setattr(m, f"{prefix}max_seq_len_cached", m.original_max_seq_len)
-        yield
-    finally:
-        for m, k, v in before:
-            setattr(m, k, v)
+def engine_for(model: Any, tokenizer: Any = None, *, fits: bool, **options: Any) -> Engine:
+    """The engine for a model; rows that outgrow its fixed rotary frequencies go to a slow one beside it."""
+    if not fits:
+        return SlowEngine(model, tokenizer, **options)
+    engine = Engine(model, tokenizer, **options)
+    if engine.fit.limit is not None:
+        engine.beyond = SlowEngine(model, tokenizer, **options)
+    return engine

@@ -49,10 +49,13 @@ def row(ids: Sequence[int], new: int = 0, seed: int = 0, **options: Any) -> RowR
 def drive(engine: Engine, requests: Sequence[RowRequest], *, failing: bool = False) -> list[Result]:
     """Run rows to their end, all submitted at once; an error of a row is raised unless `failing`."""
     seen: dict[int, list[torch.Tensor]] = {}
-    engine.watch = lambda r, logits_V: seen.setdefault(r.ticket.number, []).append(logits_V.clone())
+    watched = [e for e in (engine, engine.beyond) if e is not None]
+    for each in watched:
+        each.watch = lambda r, logits_V: seen.setdefault(r.ticket.number, []).append(logits_V.clone())
     tickets = [engine.submit(r) for r in requests]
     done = finish(engine)
-    engine.watch = None
+    for each in watched:
+        each.watch = None
     if not failing:
         for completion in done.values():
             if completion.error is not None:

@@ -1,5 +1,7 @@
 """Models that the packed rule does not fit take the slow right path; whichever path it is, it is right."""
 
+from functools import partial
+
 import pytest
 import torch
 import transformers as hf
@@ -7,7 +9,7 @@ import transformers as hf
 from interlens.engine import linears, selftest
 from interlens.engine.batch import Engine
 from interlens.engine.selftest import examine
-from interlens.engine.slow import SlowEngine
+from interlens.engine.slow import SlowEngine, engine_for
 from interlens.interp.capture import RowPlan
 from interlens.request import SamplingParams
 from tests.engine.driving import GREEDY, alone, drive, packed_tiny, prompt, row, stream
@@ -61,8 +63,6 @@ FAMILIES = {
 }
 UNFIT = {
     "openai-gpt": "differ",
-    "dynamic": "length of the whole row",
-    "longrope": "length of the whole row",
 }
 NEW = 9
 PROMPTS = [prompt(n, n, VOCABULARY) for n in (5, 40, 23, 30, 1)]
@@ -116,7 +116,7 @@ def kind(model, family):
     assert verdict.fits or verdict.why
     assert UNFIT.get(family, "") in verdict.why
     assert verdict.fits or family in UNFIT
-    return Engine if verdict.fits else SlowEngine
+    return partial(engine_for, fits=verdict.fits)
 
 
 @pytest.fixture(scope="module")
