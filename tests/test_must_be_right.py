@@ -47,6 +47,12 @@ def test_a_seed_means_the_same_in_a_batch_in_waves_and_one_at_a_time():
     assert len({str(t) for t in whole.values()}) == 7
 
 
+def test_a_run_says_whether_its_rows_are_exact(tmp_path):
+    recipe().rollout(n=1, out_dir=tmp_path)
+    claims = json.loads((tmp_path / "manifest.json").read_text())["models"]["tiny"]
+    assert claims == {"exact": True, "batched": True, "why": "", "dtype": "float32", "device": "cpu"}
+
+
 def test_another_seed_gives_other_text_and_job_i_has_seed_s_plus_i():
     first, second = said(recipe().rollout(n=4)), said(recipe().rollout(n=4, seed=1))
     assert first["rollout_00001"] == second["rollout_00000"]

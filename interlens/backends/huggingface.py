@@ -219,6 +219,20 @@ def _end_ids(model: Any, tokenizer: Any) -> set[int]:
     return {int(i) for i in ids if i is not None}
 
 
+def residents() -> dict[str, dict[str, Any]]:
+    """What each resident model claims, by name: whether rows are exact, whether they are batched, and why."""
+    return {
+        backend.name: {
+            "exact": backend.verdict.exact,
+            "batched": backend.verdict.fits,
+            "why": backend.verdict.why,
+            "dtype": str(backend.engine.dtype).removeprefix("torch."),
+            "device": str(backend.engine.device),
+        }
+        for backend in _RESIDENT
+    }
+
+
 def resident_modules() -> list[Any]:
     """Every module that a live backend holds; for tests that count hooks."""
     return [backend.model for backend in _RESIDENT]

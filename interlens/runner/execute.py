@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
+from interlens.backends.huggingface import residents
 from interlens.engine.kernel import kernel
 from interlens.errors import RecipeChanged
 from interlens.request import Call, digest_of
@@ -137,6 +138,7 @@ def execute(runnables: Sequence[Runnable], settings: Settings, limit_of: LimitOf
         session.run(LocalExecutor(store, _limit(settings), limit_of, device))
         if store is not None:
             store.put_total(len(session.results))
+            store.put_claims(residents())
     finally:
         if store is not None:
             store.close()

@@ -186,6 +186,11 @@ class RunStore:
         if self._manifest.get("total") != total:
             self._put_manifest(self._manifest | {"total": total})
 
+    def put_claims(self, claims: Mapping[str, Any]) -> None:
+        """Write what the models of the run claim: whether rows are exact, and why where they are not."""
+        if claims and self._manifest.get("models") != claims:
+            self._put_manifest(self._manifest | {"models": dict(claims)})
+
     def put_entry(self, job: str, entry: Entry, completion: Completion | None) -> None:
         """Append one result of a job's log; its activations are durable first."""
         if completion is not None and completion.captures:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
 from interlens.backends.huggingface import HuggingFaceBackend, resident_modules
 from interlens.engine.slow import SlowEngine
@@ -83,25 +83,16 @@ def test_what_a_plain_llama_can_do(backend):
 
 
 def test_a_model_that_does_not_fit_says_so_once_and_is_right(caplog):
-    config = MistralConfig(
-        vocab_size=259,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=8,
-        eos_token_id=2,
-    )
+    config = OpenAIGPTConfig(vocab_size=259, n_positions=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=2)
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config).eval()
     with caplog.at_level(logging.WARNING, logger="interlens"):
-        backend = HuggingFaceBackend(model, tiny_tokenizer(), name="windowed")
+        backend = HuggingFaceBackend(model, tiny_tokenizer(), name="old")
     assert isinstance(backend.engine, SlowEngine)
     assert not backend.capabilities.batched
     assert len(caplog.messages) == 1
-    assert "windowed runs row by row" in caplog.text
-    assert "sliding_window" in caplog.text
+    assert "old runs row by row" in caplog.text
+    assert "differ from its own forward pass" in caplog.text
     [done] = ask(backend, generate(new=9))
     given = torch.tensor([ids_of("Tea or coffee? ")])
     theirs = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=9, do_sample=False)
