@@ -148,7 +148,7 @@ def find_mixers(model: Any) -> list[str]:
 
 def _plain_pass(model: Any, ids: list[int], cache: Any) -> torch.Tensor:
     """Logits `[n, V]` of some tokens after what a cache of transformers holds."""
-    given = {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
+    given = {"cache": cache}
     tokens = torch.tensor([ids], device=device_of(model))
     return model(input_ids=tokens, use_cache=True, **given).logits[0].float()  # type: ignore[no-any-return]
 

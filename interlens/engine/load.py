@@ -79,21 +79,33 @@ def bundled_folder() -> Path | None:
 
 
 @contextlib.contextmanager
+def hushed() -> Iterator[None]:
+    """No log lines below errors from transformers inside the block."""
+    from transformers.utils import logging as theirs
+
+    level = theirs.get_verbosity()
+    theirs.set_verbosity_error()
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(level)
+
+
+@contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and no log lines below errors from transformers inside the block."""
+    """No progress bars either, of reading a model."""
     from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging as theirs
 
     reading: Any = modeling_gguf_pytorch_utils
-    bars, level, bar = theirs.is_progress_bar_enabled(), theirs.get_verbosity(), reading.tqdm
+    bars, bar = theirs.is_progress_bar_enabled(), reading.tqdm
     theirs.disable_progress_bar()
-    theirs.set_verbosity_error()
     reading.tqdm = lambda items, **_: items  # this module asks nobody whether bars are wanted
     try:
-        yield
+        with hushed():
+            yield
     finally:
         reading.tqdm = bar
-        theirs.set_verbosity(level)
         if bars:
             theirs.enable_progress_bar()
 

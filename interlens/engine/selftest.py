@@ -18,6 +18,7 @@ from interlens.engine.batch import Engine
 from interlens.engine.families import Fit, fitted
 from interlens.engine.kernel import Sight, kernel_for
 from interlens.engine.kv import PAD, Segment
+from interlens.engine.load import hushed
 from interlens.engine.resident import evaluating
 from interlens.engine.rows import Row, RowRequest
 from interlens.engine.switch import device_of
@@ -45,7 +46,7 @@ def examine(model: Any) -> Verdict:
 
     Raises `ModelError` for a model that looks at the tokens after a position: it cannot continue a text.
     """
-    with evaluating(list(model.modules())):
+    with evaluating(list(model.modules())), hushed():
         fit = fitted(model)
         why = fit.why_not or _shrunk(model, fit) or _tried(model)
         if why:

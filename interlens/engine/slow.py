@@ -13,6 +13,7 @@ import torch
 
 from interlens.engine.batch import Engine
 from interlens.engine.kv import Segment
+from interlens.engine.load import hushed
 from interlens.engine.resident import evaluating
 from interlens.engine.rotary import growing, kind_of, own_frequencies, regular_until
 from interlens.engine.rows import Row, RowRequest
@@ -27,9 +28,8 @@ class SlowEngine(Engine):
     def __init__(self, model: Any, tokenizer: Any = None, *, max_rows: int = 64, kv_bytes: int = 0) -> None:
         super().__init__(model, tokenizer, max_rows=max_rows, kv_bytes=0, prefill_budget=1 << 30)
         self._caches: dict[int, Any] = {}
-        parameters = inspect.signature(model.forward).parameters
-        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
-        self._takes_positions = "position_ids" in parameters
+        self._cache_name = cache_name(model) or "cache"
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._cached = continues(model)
         longrope = any("longrope" in kind_of(m) for m in self._rotary)
         self._crossing = (regular_until(model) if longrope else None) or 1 << 30
@@ -92,20 +92,28 @@ class SlowEngine(Engine):
         super()._retire(row)
 
 
+def cache_name(model: Any) -> str | None:
+    """What the model's forward calls its cache; None where it takes none."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
+
+
 @torch.no_grad()
 def continues(model: Any) -> bool:
     """Whether going on from the model's own cache gives what a pass over everything gives; else every step
     is a pass over everything.
     """
     first, rest = [5, 9, 4, 7, 6, 3, 8], [10, 3, 12]
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    name = cache_name(model)
+    if name is None:
+        return False
 
     def run(ids: list[int], **given: Any) -> Any:
         tokens = torch.tensor([ids], device=device_of(model))
         return model(input_ids=tokens, use_cache=True, **given)
 
     try:
-        with own_frequencies(growing(model)), evaluating(list(model.modules())):
+        with own_frequencies(growing(model)), evaluating(list(model.modules())), hushed():
             whole, out = run(first + rest).logits[0].float(), run(first)
             for at, token in enumerate(rest, len(first)):
                 out = run([token], **{name: getattr(out, name, None) or out.past_key_values})
