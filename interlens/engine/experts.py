@@ -45,7 +45,7 @@ def _project(module: Any, packed: dict[Any, Any], name: str, expert: int, x: tor
     weights = getattr(module, name)
     kept = packed.setdefault((name, expert), linears.Packed())
     bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
-    return kept.product(x, [weights], bias, turned=module.is_transposed, part=expert)
+    return kept.product(x, weights, bias, turned=module.is_transposed, part=expert)
 
 
 class _Rows(TorchFunctionMode):
@@ -61,7 +61,7 @@ class _Rows(TorchFunctionMode):
         x, weight, *bias = args
         packed = self.packed if weight is self.weight else linears.Packed()
         with torch._C.DisableTorchFunctionSubclass():
-            return packed.product(x, [weight], bias[0] if bias else None)
+            return packed.product(x, weight, bias[0] if bias else None)
 
 
 def pack_routers(model: torch.nn.Module) -> int:

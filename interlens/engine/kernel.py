@@ -87,12 +87,8 @@ class Tasks:
     """Tokens in the pass."""
     slots: int
     """One more than the last slot."""
-
-    @property
-    def pointers(self) -> tuple[int, ...]:
-        """The number of tasks and where the four arrays lie."""
-        arrays = (self.begin, self.count, self.slot, self.position)
-        return len(self.begin), *(a.data_ptr() for a in arrays)
+    pointers: tuple[int, ...]
+    """The number of tasks and where the four arrays lie."""
 
 
 def tasks_of(items: Iterable[tuple[int, int, int, int]]) -> Tasks:
@@ -102,7 +98,8 @@ def tasks_of(items: Iterable[tuple[int, int, int, int]]) -> Tasks:
         for begin, count, slot, position in items
         for i in range(0, count, SHARE)
     ]
-    begin, count, slot, position = (torch.tensor(c, dtype=torch.int32) for c in zip(*cut, strict=True))
+    arrays = [torch.tensor(c, dtype=torch.int32) for c in zip(*cut, strict=True)]
+    begin, count, slot, position = arrays
     return Tasks(
         begin=begin,
         count=count,
@@ -111,6 +108,7 @@ def tasks_of(items: Iterable[tuple[int, int, int, int]]) -> Tasks:
         longest=max(at + n for _, n, _, at in cut),
         tokens=sum(n for _, n, _, _ in cut),
         slots=1 + max(s for _, _, s, _ in cut),
+        pointers=(len(cut), *(a.data_ptr() for a in arrays)),
     )
 
 
@@ -228,25 +226,29 @@ class Kernel:
         """Whether linear layers with such a weight `[out, in]` are computed here."""
         return weight.dtype in self._linear and (weight.dtype == torch.float32 or weight.shape[1] % 32 == 0)
 
-    def linear(self, x: torch.Tensor, panels: torch.Tensor, size: int, bias: torch.Tensor | None) -> Any:
+    def linear(
+        self, x: torch.Tensor, panels: torch.Tensor, size: int, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         """`x` `[…, in]` times a weight `[size, in]` that `panels_of` laid out: `[…, size]`."""
-        width = x.shape[-1]
-        rows = x.reshape(-1, width)
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        assert rows.dtype == panels.dtype
-        assert panels.numel() == -(-size // _COLUMNS[x.dtype]) * _COLUMNS[x.dtype] * width
-        out = x.new_empty(*x.shape[:-1], size)
+        dtype, width = x.dtype, x.shape[-1]
+        columns = _COLUMNS[dtype]
+        if not x.is_contiguous():
+            x = x.contiguous()
+        out = torch.empty((*x.shape[:-1], size), dtype=dtype)
+        assert dtype == panels.dtype
+        assert panels.numel() == (size + columns - 1) // columns * columns * width
         if bias is not None:
-            assert bias.shape == (size,)
-            bias = bias.detach().to(x.dtype).contiguous()
-        self._linear[x.dtype](
-            len(rows),
+            assert len(bias) == size
+            if bias.dtype != dtype or not bias.is_contiguous():
+                bias = bias.detach().to(dtype).contiguous()
+        self._linear[dtype](
+            x.numel() // width,
             size,
             width,
-            rows.data_ptr(),
-            rows.stride(0),
+            x.data_ptr(),
+            width,
             panels.data_ptr(),
-            bias.data_ptr() if bias is not None else None,
+            None if bias is None else bias.data_ptr(),
             out.data_ptr(),
             torch.get_num_threads(),
         )

@@ -8,7 +8,7 @@ layer, latents may stand for keys. Recurrent layers keep one state per row, in t
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
@@ -44,8 +44,7 @@ class Layer:
         return -(-n // TILE) if self.tiled else n
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """Put on the keys that `update` hands back, so that attention knows where to read."""
 
     slots: "Slots"

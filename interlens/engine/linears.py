@@ -7,7 +7,7 @@ product, with gradients and with weights as they are now. A weight that was chan
 operators are private to torch, so `usable` tries them before anything is replaced.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +35,7 @@ class Packed:
     def __init__(self) -> None:
         self.stamp: Any = None
         self.weight: torch.Tensor | None = None
-        self.size = 0
+        self.size = self.threads = 0
         self.kernel: Kernel | None = None
         """Multiplies, where it can; else oneDNN does, within `rows`."""
         self.rows = (2, 64)
@@ -49,31 +49,35 @@ class Packed:
     def product(
         self,
         x: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
         turned: bool = False,
         part: int | None = None,
     ) -> torch.Tensor:
-        """x times the weights `[out, in]` (`[in, out]` if turned); packed again where they have changed.
+        """x times a weight `[out, in]` (`[in, out]` if turned), which is packed again where it has changed.
 
         `part` takes one matrix of a stack of them.
         """
-        stamp = (*(stamp_of(w) for w in weights), torch.get_num_threads())
-        if self.stamp != stamp:
-            plain = weights[0].detach() if len(weights) == 1 else torch.cat([w.detach() for w in weights])
-            plain = plain if part is None else plain[part]
-            plain = plain.t().contiguous() if turned else plain
-            self.stamp, self.size, self.kernel = stamp, len(plain), kernel_for(plain.device, plain.dtype)
-            if self.kernel is not None and self.kernel.multiplies(plain):
-                self.weight = panels_of(plain)
-            else:
-                self.kernel, self.weight = None, _pack(plain)
-                self.rows = right_rows(plain, self.weight)
+        if self.stamp != stamp_of(weight) or (
+            self.kernel is None and self.threads != torch.get_num_threads()
+        ):
+            plain = weight.detach() if part is None else weight.detach()[part]
+            self._pack(plain.t().contiguous() if turned else plain)
+            self.stamp = stamp_of(weight)
         assert self.weight is not None
         if self.kernel is not None:
-            return self.kernel.linear(x, self.weight, self.size, bias)  # type: ignore[no-any-return]
+            return self.kernel.linear(x, self.weight, self.size, bias)
         return _product(x, self.weight, bias, self.rows)
+
+    def _pack(self, weight: torch.Tensor) -> None:
+        self.size, self.threads = len(weight), torch.get_num_threads()
+        self.kernel = kernel_for(weight.device, weight.dtype)
+        if self.kernel is not None and self.kernel.multiplies(weight):
+            self.weight = panels_of(weight)
+        else:
+            self.kernel, self.weight = None, _pack(weight)
+            self.rows = right_rows(weight, self.weight)
 
     def forget(self) -> None:
         """Pack again at the next use."""
@@ -196,13 +200,13 @@ def _steady(x: torch.Tensor, packed: torch.Tensor, rows: tuple[int, int]) -> boo
 
 
 def _forward(self: Any, switch: Switch, input: torch.Tensor) -> Any:
-    known, weight = vars(self), self.weight
+    weight = self._parameters["weight"]
     if (
         not switch.on
         or torch.is_grad_enabled()
         or input.dtype != weight.dtype
-        or input.device.type != "cpu"
-        or weight.device.type != "cpu"
+        or not (input.is_cpu and weight.is_cpu)
     ):
         return stock(self)(input)
-    return known[_PACKED].product(input, [weight], self.bias, turned=isinstance(self, Conv1D))
+    known = self.__dict__
+    return known[_PACKED].product(input, weight, self._parameters["bias"], turned=isinstance(self, Conv1D))

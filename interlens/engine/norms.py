@@ -23,7 +23,7 @@ def quicken(model: Any) -> int:
     for module in model.modules():
         fresh = not replaced(module) and "forward" not in vars(module)
         if fresh and _looks(module) and _agrees(module, kernel):
-            replace_forward(module, _forward, switch)
+            replace_forward(module, _forward, switch, kernel)
             count += 1
     return count
 
@@ -50,10 +50,8 @@ def _agrees(module: Any, kernel: Kernel) -> bool:
     return _TRIED[key]
 
 
-def _forward(module: Any, switch: Switch, hidden_states: torch.Tensor) -> Any:
-    weight = module.weight
-    if switch.on and hidden_states.dtype == weight.dtype and not torch.is_grad_enabled():
-        kernel = kernel_for(weight.device, weight.dtype)
-        if kernel is not None:
-            return kernel.norm(hidden_states, weight, module.variance_epsilon)
+def _forward(module: Any, switch: Switch, kernel: Kernel, hidden_states: torch.Tensor) -> Any:
+    weight = module._parameters["weight"]
+    if switch.on and hidden_states.dtype == weight.dtype and hidden_states.is_cpu and weight.is_cpu:
+        return kernel.norm(hidden_states, weight, module.variance_epsilon)
     return stock(module)(hidden_states)

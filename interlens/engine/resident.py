@@ -12,7 +12,6 @@ import torch
 
 from interlens.engine import linears
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _WIDTH = 64
 """Words summed at a time in a digest."""
 
@@ -25,6 +24,9 @@ class Resident:
         self.hooked = False
         """Whether a hook of the user's is registered: what it does may differ from pass to pass."""
         self._modules: list[torch.nn.Module] = []
+        self._weights: list[dict[str, Any]] = []
+        self._children: list[dict[str, Any]] = []
+        self._hooks: list[dict[int, Any]] = []
         self._marks: Any = None
         self._contents: list[int] | None = None
 
@@ -35,7 +37,7 @@ class Resident:
         the cost of one decoding step, since an edit through `.data` leaves no other mark.
         """
         if thorough or not self._modules:
-            self._modules = list(self.model.modules())
+            self._survey()
         before, self._marks = self._marks, self._look()
         changed = before is not None and before != self._marks
         if thorough:
@@ -46,13 +48,18 @@ class Resident:
                 changed = True
         return changed
 
+    def _survey(self) -> None:
+        """Remember where modules keep what is looked at in passing: the dictionaries, not what is in them."""
+        self._modules = modules = list(self.model.modules())
+        self._weights = [m._parameters for m in modules if m._parameters]
+        self._children = [m._modules for m in modules if m._modules]
+        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+
     def _look(self) -> Any:
-        modules = self._modules
-        hooked = [m for m in modules if m._forward_hooks or m._forward_pre_hooks]
-        hooks = [k for m in hooked for kind in _HOOKS for k, f in getattr(m, kind).items() if not _theirs(f)]
+        hooks = [k for found in self._hooks if found for k, f in found.items() if not _theirs(f)]
         self.hooked = bool(hooks) or torch.nn.modules.module._has_any_global_hook()
-        weights = [linears.stamp_of(p) for m in modules for p in m._parameters.values() if p is not None]
-        return weights, [id(c) for m in modules for c in m._modules.values()], hooks, self.hooked
+        weights = [linears.stamp_of(p) for d in self._weights for p in d.values() if p is not None]
+        return weights, [id(c) for d in self._children for c in d.values()], hooks, self.hooked
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from interlens.engine import linears
@@ -28,6 +29,8 @@ from interlens.errors import ModelError
 log = logging.getLogger("interlens.engine")
 TRIED = (5, 40, 23)
 """Prompts that packed passes are tried with."""
+UNEVEN = ("sigmoid", "silu", "gelu", "softplus", "log_sigmoid_forward", "mish", "elu")
+"""Whose last bits were seen to differ between torch's vector and scalar forms."""
 LENGTHS = (5, 63, 64, 130, 193, 260, 300, 385, 450)
 """Keys seen; 192 to 384 is where MKL was measured to change its order of sums."""
 
@@ -57,12 +60,49 @@ def examine(model: Any) -> Verdict:
                 )
             return Verdict(False, True, why)
         try:
-            exact = linears_exact(model) and _attention_fixed(model) and rows_exact(model)
+            why = _inexact(model, fit)
         except Exception as error:  # any failure of the fast path means the slow one
             return Verdict(False, True, f"{type(error).__name__}: {error}")
-    if exact:
-        return Verdict(True, True, "")
-    return Verdict(True, False, f"bits depend on the batch for {model.dtype} on {device_of(model).type}")
+    return Verdict(True, not why, why)
+
+
+def _inexact(model: Any, fit: Fit) -> str:
+    """Why a row's bits are not its own, where they are not."""
+    if fit.mixers:
+        return "the bits of a recurrent state depend on where its row was cut"
+    if uneven := uneven_widths(model):
+        return f"{', '.join(uneven)}: the last bits depend on how many rows a pass has"
+    exact = linears_exact(model) and _attention_fixed(model) and rows_exact(model)
+    return "" if exact else f"bits depend on the batch for {model.dtype} on {device_of(model).type}"
+
+
+class _Widths(TorchDispatchMode):
+    """Notes the rows that functions are taken of whose vector form differs from their scalar form."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.uneven: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__.rstrip("_")
+        if name in UNEVEN and isinstance(args[0], torch.Tensor):
+            x = args[0]
+            width = x.numel() // self.tokens if x.numel() % self.tokens == 0 else x.shape[-1]
+            if width % (64 if x.dtype == torch.bfloat16 and name == "gelu" else 32):
+                self.uneven.add(f"{name} of rows of {width}")
+        return func(*args, **(kwargs or {}))
+
+
+def uneven_widths(model: Any) -> list[str]:
+    """Functions that are taken of rows too short or too uneven for vector registers.
+
+    Where a pass is no whole number of registers long, its end is computed one by one, with other last bits.
+    """
+    ids = _ids(model, 37, 37)
+    with _Widths(len(ids)) as seen:
+        _run(model, [_logits(model, ids)], budget=512)
+    return sorted(seen.uneven)
 
 
 def _shrunk(model: Any, fit: Fit) -> str:
@@ -183,9 +223,12 @@ def _attention_fixed(model: Any) -> bool:
 def attention_exact(model: Any) -> bool:
     """One query decoded alone, decoded among mates, and inside a prefill, at telling lengths."""
     config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    kv = getattr(config, "num_key_value_heads", None) or heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    try:
+        heads = config.num_attention_heads
+        kv = getattr(config, "num_key_value_heads", None) or heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    except AttributeError:  # heads differ by layer, say
+        return False
     if device_of(model).type != "cpu":
         return False
     generator = torch.Generator().manual_seed(2)

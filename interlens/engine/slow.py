@@ -25,7 +25,8 @@ from interlens.request import Ticket
 class SlowEngine(Engine):
     """The same steps as `Engine`, each row in a forward pass of its own."""
 
-    def __init__(self, model: Any, tokenizer: Any = None, *, max_rows: int = 64, kv_bytes: int = 0) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, *, max_rows: int = 64, **_: Any) -> None:
+        """A row runs in one piece and is not parked: what says how (`prefill_budget`, `kv_bytes`) is idle."""
         super().__init__(model, tokenizer, max_rows=max_rows, kv_bytes=0, prefill_budget=1 << 30)
         self._caches: dict[int, Any] = {}
         self._cache_name = cache_name(model) or "cache"
