@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from interlens.engine import linears, load, norms
+from interlens.engine import linears, load, quick
 from interlens.engine.rows import RowRequest
 from interlens.engine.selftest import examine
 from interlens.engine.slow import engine_for
@@ -54,7 +54,7 @@ class HuggingFaceBackend:
         """Held by a step; hold it to run the module yourself while others may be generating."""
         if device_of(model).type == "cpu" and linears.usable(model.dtype):
             linears.pack(model)
-            norms.quicken(model)
+            quick.quicken(model)
         began = time.perf_counter()
         self.verdict = examine(model)
         if not self.verdict.fits:

@@ -59,9 +59,9 @@ static inline void put_bf16(bf16 *p, vf x) {
 }
 static inline vf round_f32(vf x) { return x; }
 static inline vf round_bf16(vf x) {
-    bf16 kept[W];
-    put_bf16(kept, x);
-    return load_bf16(kept);
+    const vu bits = (vu)x, up = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
+    const vi nan = x != x;
+    return (vf)((nan & (vi)bits) | (~nan & (vi)up));
 }
 
 static inline vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
@@ -139,6 +139,21 @@ static inline void soften(Queries *s, int i, float *row, int first, int last, fl
 /* exp of what is at most 0; exactly 0 where that is below -87, minus infinity included */
 static inline vf weight(vf x) { return choose(x < -87.0f, (vf){}, vexp(x)); }
 
+/* tells the words of a tensor and their places, in one reading */
+typedef uint64_t vw __attribute__((vector_size(64), aligned(8)));
+void digest(const uint64_t *words, int64_t n, uint64_t *out) {
+    vw sum = {}, weighted = {};
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        sum += *(const vw *)(words + i);
+        weighted += sum;
+    }
+    uint64_t a = 0, b = 0;
+    for (int l = 0; l < 8; l++) a += sum[l], b += (2 * l + 1) * weighted[l] + a;
+    for (; i < n; i++) a += words[i], b += a;
+    out[0] = a, out[1] = b;
+}
+
 /* the token into which `u` times the sum of all weights exp((x - top) / heat) falls; -1 where there is no weight */
 #define BLOCK 512
 void draw(int n, int V, const float *logits, const float *heat, const double *u, double *sums, int32_t *token) {
@@ -187,6 +202,7 @@ void draw(int n, int V, const float *logits, const float *heat, const double *u,
 /* Linear layers. Weights lie in panels of 48 columns, [panel][K][48]: an output sums over K in order, whatever the
  * number of rows and threads. While one panel is used the memory of what comes next is asked for. */
 #define PANEL 48
+#define WORTH(m, n, k) ((int64_t)((m) + 16) * (n) * (k) > 2000000) /* a team of threads costs some microseconds */
 #define AHEAD 6144 /* numbers */
 #if W == 16
 #define ROWS 8
@@ -221,7 +237,7 @@ static inline __attribute__((always_inline)) void multiply(
 void linear_f32(
     int M, int N, int K, const float *x, int64_t x_row, const float *w, const float *bias, float *y, int threads) {
     const int panels = (N + PANEL - 1) / PANEL;
-    #pragma omp parallel for num_threads(threads) if (threads > 1)
+    #pragma omp parallel for num_threads(threads) if (threads > 1 && WORTH(M, N, K))
     for (int p = 0; p < panels; p++) {
         const float *panel = w + (int64_t)p * K * PANEL;
         for (int i = 0; i < M; i += ROWS) {
@@ -266,7 +282,7 @@ void linear_bf16(
         tail = calloc((size_t)16 * K, sizeof(bf16));
         for (int i = whole; i < M; i++) memcpy(tail + (size_t)(i - whole) * K, x + i * x_row, K * sizeof(bf16));
     }
-    #pragma omp parallel num_threads(threads) if (threads > 1)
+    #pragma omp parallel num_threads(threads) if (threads > 1 && WORTH(M, N, K))
     {
         Tiles tiles = {.palette = 1};
         for (int t = 0; t < 8; t++) tiles.bytes[t] = 64, tiles.rows[t] = 16;
@@ -435,7 +451,7 @@ void NAME(attend)(
     int g, int D, float scale, int window, int chunk, float cap, const float *sinks, const float *slopes, const T *q, int64_t q_token,
     int64_t q_head, const T *K, const T *V, int64_t slot_stride, int64_t head_stride, T *out, int64_t out_token,
     float *scratch, int stride, int threads) {
-    #pragma omp parallel for collapse(2) schedule(dynamic, 2) num_threads(threads) if (threads > 1)
+    #pragma omp parallel for collapse(2) schedule(dynamic, 2) num_threads(threads) if (threads > 1 && n_tasks * H > 4)
     for (int task = 0; task < n_tasks; task++)
         for (int h = 0; h < H; h++) {
             const T *k = K + slot[task] * slot_stride + h * head_stride;
@@ -461,6 +477,21 @@ void NAME(attend)(
                 NAME(many)(n, D, scaled, k, v, &s, cap, sinks != 0, rows, stride);
             }
         }
+}
+/* x / (1 + exp(-x)) of n numbers, each by the same steps wherever it stands */
+void NAME(silu)(int64_t n, const T *x, T *out) {
+    for (int64_t i = 0; i < n; i += W) {
+        T kept[W] = {0};
+        const int whole = i + W <= n;
+        if (!whole) memcpy(kept, x + i, (n - i) * sizeof(T));
+        const vf v = NAME(load)(whole ? x + i : kept), y = v / (1.0f + vexp(-v));
+        if (whole) {
+            NAME(put)(out + i, y);
+        } else {
+            NAME(put)(kept, y);
+            memcpy(out + i, kept, (n - i) * sizeof(T));
+        }
+    }
 }
 /* RMS norm of n rows of D numbers: weight * (x / sqrt(mean(x^2) + eps)), rounded to T where transformers rounds */
 void NAME(norm)(int n, int D, float eps, const T *x, int64_t stride, const T *w, T *out) {

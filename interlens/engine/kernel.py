@@ -122,7 +122,11 @@ class Kernel:
         self._store = {t: _bound(library, f"store_{name}", _STORE) for t, name in _NAMES.items()}
         self._attend = {t: _bound(library, f"attend_{name}", _ATTEND) for t, name in _NAMES.items()}
         self._norm = {t: _bound(library, f"norm_{name}", _NORM) for t, name in _NAMES.items()}
+        self._silu = {
+            t: _bound(library, f"silu_{name}", [_LONG, _POINTER, _POINTER]) for t, name in _NAMES.items()
+        }
         self._draw = _bound(library, "draw", _DRAW)
+        self._digest = _bound(library, "digest", [_POINTER, _LONG, _POINTER])
         self._linear = {torch.float32: _bound(library, "linear_f32", _LINEAR)}
         if library.matrix_units():
             self._linear[torch.bfloat16] = _bound(library, "linear_bf16", _LINEAR)
@@ -221,6 +225,21 @@ class Kernel:
             rows, width, eps, x.data_ptr(), width, weight.contiguous().data_ptr(), out.data_ptr()
         )
         return out
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        """x / (1 + exp(-x)), element by element."""
+        x = x if x.is_contiguous() else x.contiguous()
+        out = torch.empty_like(x)
+        self._silu[x.dtype](x.numel(), x.data_ptr(), out.data_ptr())
+        return out
+
+    def digest(self, words: torch.Tensor) -> int:
+        """A number that tells the words of a contiguous int64 tensor and their places."""
+        assert words.dtype == torch.int64
+        assert words.is_contiguous()
+        out = (ctypes.c_uint64 * 2)()
+        self._digest(words.data_ptr(), words.numel(), ctypes.addressof(out))
+        return out[0] ^ (out[1] << 64)
 
     def multiplies(self, weight: torch.Tensor) -> bool:
         """Whether linear layers with such a weight `[out, in]` are computed here."""
@@ -421,13 +440,19 @@ def _products(built: Kernel, x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _norms(built: Kernel, x: torch.Tensor) -> bool:
-    """RMS norms of rows `[n, d]` against the formula, alone and together."""
+    """RMS norms and activations of rows `[n, d]` against the formula, alone and together."""
     weight = x[0]
     out, h = built.norm(x, weight, 1e-6), x.float()
     wanted = weight.float() * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))
     alone = torch.cat([built.norm(row[None], weight, 1e-6) for row in x])
-    near = torch.allclose(out.float(), wanted, atol=1e-6, rtol=2e-2 if x.dtype == torch.bfloat16 else 1e-5)
-    return near and torch.equal(out, alone)
+    rough = 2e-2 if x.dtype == torch.bfloat16 else 1e-5
+    near = torch.allclose(out.float(), wanted, atol=1e-6, rtol=rough) and torch.equal(out, alone)
+    gate, parts = (
+        built.silu(x),
+        torch.cat([built.silu(x.reshape(-1)[i : i + 7]) for i in range(0, x.numel(), 7)]),
+    )
+    fine = torch.allclose(gate.float(), torch.nn.functional.silu(h), atol=1e-6, rtol=rough)
+    return near and fine and torch.equal(gate.reshape(-1), parts)
 
 
 def _draws(built: Kernel, logits_BV: torch.Tensor) -> bool:

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.engine.driving import WITH_KERNEL
+
 
 @pytest.fixture
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention by plain torch, as on a machine without a compiler."""
-    for module in ("batch", "selftest", "linears", "norms", "sampler"):
+    for module in WITH_KERNEL:
         monkeypatch.setattr(f"interlens.engine.{module}.kernel_for", lambda *given: None)
 
 

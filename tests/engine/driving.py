@@ -13,6 +13,8 @@ from interlens.engine.tiny import tiny_model, tiny_tokenizer
 from interlens.request import Completion, SamplingParams
 from interlens.seeds import Stream, uniform
 
+WITH_KERNEL = ("batch", "selftest", "linears", "quick", "resident", "sampler")
+"""The engine's modules that ask for the C kernel."""
 GREEDY = SamplingParams(temperature=0.0)
 
 

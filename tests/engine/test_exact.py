@@ -7,7 +7,17 @@ from interlens.engine.batch import Engine
 from interlens.engine.kernel import kernel
 from interlens.engine.selftest import examine
 from interlens.request import SamplingParams
-from tests.engine.driving import GREEDY, alone, drive, generated, packed_tiny, plain_logits, prompt, row
+from tests.engine.driving import (
+    GREEDY,
+    WITH_KERNEL,
+    alone,
+    drive,
+    generated,
+    packed_tiny,
+    plain_logits,
+    prompt,
+    row,
+)
 
 LENGTHS = (1, 5, 16, 17, 40, 63, 64, 65, 128, 130, 193, 260, 300, 2, 33, 100)
 NEW = 10
@@ -20,8 +30,8 @@ def attention(request):
         pytest.skip("no compiler or no AVX2 here: plain torch does the work")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr("interlens.engine.batch.kernel_for", lambda *given: None)
-            patch.setattr("interlens.engine.selftest.kernel_for", lambda *given: None)
+            for module in WITH_KERNEL:
+                patch.setattr(f"interlens.engine.{module}.kernel_for", lambda *given: None)
         yield request.param
 
 
