@@ -75,7 +75,8 @@ class HuggingFaceBackend:
             batched=self.verdict.fits,
         )
         config = model.config.get_text_config(decoder=True)
-        self.context_limit: int = getattr(config, "max_position_embeddings", None) or 1 << 30
+        limit = getattr(config, "max_position_embeddings", None) or 0
+        self.context_limit: int = limit if limit > 0 else 1 << 30
         self.vocabulary: int = config.vocab_size
         self.n_layers: int = config.num_hidden_layers
         self.end_ids = frozenset(end_ids if end_ids is not None else _end_ids(model, tokenizer))

@@ -12,6 +12,7 @@ Shapes: T packed tokens, Hq query heads, Hkv kv heads, g = Hq / Hkv, D head widt
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -39,6 +40,8 @@ _KNOWN = {
     "cache",
 }
 _UNSAID = object()
+ATTENDING: ContextVar[bool] = ContextVar("attending", default=False)
+"""Whether the rule in plain torch is at work in this thread: its products keep their order."""
 
 
 class Unsupported(RuntimeError):
@@ -249,6 +252,7 @@ def _plain(module: Any, q_HTD: torch.Tensor, store: Layer, plan: PassPlan, sight
     """The rule in plain torch: `[Hq, T, D]` -> `[T, Hq, D]`; a model's latents are expanded here."""
     expand = getattr(module, "expand_kv", None)
     parts = []
+    before = ATTENDING.set(True)
     if (decode := plan.decode) is not None:
         k, v = store.keys[: decode.span, :, : decode.length], store.values[: decode.span, :, : decode.length]
         k, v = expand(k, v) if expand is not None else (k, v)
@@ -261,6 +265,7 @@ def _plain(module: Any, q_HTD: torch.Tensor, store: Layer, plan: PassPlan, sight
             k, v = (x[0] for x in expand(k[None], v[None]))
         own = q_HTD[:, s.start : s.start + s.n]
         parts.append(prefill_segment(own, k, v, mask, sight, s.past))
+    ATTENDING.reset(before)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -91,15 +91,20 @@ class Engine:
 
     def submit(self, request: RowRequest) -> Ticket:
         """Queue a row; `step` makes progress."""
-        if not request.ids:
-            raise ValueError("a prompt needs at least one token")
         ticket = Ticket(next(self._numbers))
-        if self.beyond is not None and len(request.ids) + request.max_new_tokens > (self.fit.limit or 0):
+        if self.fit.limit is not None and len(request.ids) + request.max_new_tokens > self.fit.limit:
+            if self.beyond is None:
+                raise ValueError(
+                    f"rows of more than {self.fit.limit} tokens need an engine of `engine_for`: this model's "
+                    f"rotary frequencies change there"
+                )
             return self.beyond.queue(request, ticket)
         return self.queue(request, ticket)
 
     def queue(self, request: RowRequest, ticket: Ticket) -> Ticket:
         """Queue a row under a number of the caller's."""
+        if not request.ids:
+            raise ValueError("a prompt needs at least one token")
         row = Row(
             request,
             ticket,

@@ -1,7 +1,7 @@
 """The C kernel for exact attention, norms and draws: built once into the user's cache by the system compiler,
 tried before it is used.
 
-`kernel.c` is the source; the library's name is a hash of it, of the compiler and of the flags, so a
+`kernels/` holds the sources; the library's name is a hash of them, of the compiler and of the flags, so a
 changed source or another processor builds another one. Without a compiler, without AVX2, or with
 `INTERLENS_KERNEL=0`, plain torch does the same work. The two differ from each other in bits; each is exact in
 itself.
@@ -25,7 +25,8 @@ import torch
 from interlens.engine.load import cache_dir
 
 log = logging.getLogger("interlens.engine")
-SOURCE = Path(__file__).with_name("kernel.c")
+FOLDER = Path(__file__).with_name("kernels")
+SOURCES = ("attention.c", "layers.c")
 TILE = 16
 SHARE = 16
 """Tokens of one segment that are computed together."""
@@ -123,7 +124,7 @@ class Kernel:
         self._attend = {t: _bound(library, f"attend_{name}", _ATTEND) for t, name in _NAMES.items()}
         self._norm = {t: _bound(library, f"norm_{name}", _NORM) for t, name in _NAMES.items()}
         self._silu = {
-            t: _bound(library, f"silu_{name}", [_LONG, _POINTER, _POINTER]) for t, name in _NAMES.items()
+            t: _bound(library, f"silu_{name}", [_LONG, *[_POINTER] * 3]) for t, name in _NAMES.items()
         }
         self._draw = _bound(library, "draw", _DRAW)
         self._digest = _bound(library, "digest", [_POINTER, _LONG, _POINTER])
@@ -226,11 +227,14 @@ class Kernel:
         )
         return out
 
-    def silu(self, x: torch.Tensor) -> torch.Tensor:
-        """x / (1 + exp(-x)), element by element."""
+    def silu(self, x: torch.Tensor, by: torch.Tensor | None = None) -> torch.Tensor:
+        """x / (1 + exp(-x)), element by element, and times `by`."""
         x = x if x.is_contiguous() else x.contiguous()
         out = torch.empty_like(x)
-        self._silu[x.dtype](x.numel(), x.data_ptr(), out.data_ptr())
+        if by is not None:
+            assert (by.shape, by.dtype) == (x.shape, x.dtype)
+            by = by if by.is_contiguous() else by.contiguous()
+        self._silu[x.dtype](x.numel(), x.data_ptr(), None if by is None else by.data_ptr(), out.data_ptr())
         return out
 
     def digest(self, words: torch.Tensor) -> int:
@@ -371,17 +375,21 @@ def build(compiler: str, form: str) -> Path:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, timeout=30, check=True
     ).stdout
-    mark = hashlib.sha256(repr((SOURCE.read_text(), version, flags, runtime)).encode()).hexdigest()[:16]
+    texts = [path.read_text() for path in sorted(FOLDER.iterdir()) if path.suffix in (".c", ".h")]
+    mark = hashlib.sha256(repr((texts, version, flags, runtime)).encode()).hexdigest()[:16]
     target = cache_dir() / "kernels" / f"kernel-{form}-{mark}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        thing, made = Path(work) / "kernel.o", Path(work) / "kernel.so"
-        for command in (
-            [compiler, *flags, "-c", str(SOURCE), "-o", str(thing)],
-            [compiler, "-shared", str(thing), *([runtime] if runtime else []), "-lm", "-o", str(made)],
-        ):
+        made = Path(work) / "kernel.so"
+        objects = [str(Path(work) / f"{name}.o") for name in SOURCES]
+        commands = [
+            [compiler, *flags, "-c", str(FOLDER / name), "-o", thing]
+            for name, thing in zip(SOURCES, objects, strict=True)
+        ]
+        link = [compiler, "-shared", *objects, *([runtime] if runtime else []), "-lm", "-o", str(made)]
+        for command in (*commands, link):
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
             if done.returncode:
                 raise OSError(done.stderr.strip()[-500:])
@@ -452,7 +460,9 @@ def _norms(built: Kernel, x: torch.Tensor) -> bool:
         torch.cat([built.silu(x.reshape(-1)[i : i + 7]) for i in range(0, x.numel(), 7)]),
     )
     fine = torch.allclose(gate.float(), torch.nn.functional.silu(h), atol=1e-6, rtol=rough)
-    return near and fine and torch.equal(gate.reshape(-1), parts)
+    both = built.silu(x, x.flip(0))
+    same = torch.equal(both, gate * x.flip(0)) and torch.equal(gate.reshape(-1), parts)
+    return near and fine and same
 
 
 def _draws(built: Kernel, logits_BV: torch.Tensor) -> bool:

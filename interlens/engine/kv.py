@@ -172,7 +172,9 @@ class Slots(Cache):
             else (self.n_slots, heads, self.length, width)
         )
         values = (self.n_slots, value.shape[-3], self.length, value.shape[-1])
-        return Layer(key.new_zeros(shape), value.new_zeros(values), tiled)
+        # the kernel reads what was written only; plain torch multiplies all there is, by zero
+        make = torch.Tensor.new_empty if tiled else torch.Tensor.new_zeros
+        return Layer(make(key, shape), make(value, values), tiled)
 
     def fit(self, n_slots: int, length: int) -> None:
         """Make room, with some to grow into; shrink when the longest row has become much shorter."""

@@ -1,4 +1,4 @@
-"""RMS norms and SiLU by one call of the C kernel inside the engine's step.
+"""RMS norms, SiLU and gates by one call of the C kernel inside the engine's step.
 
 transformers writes the norm out in six to eight operations, which at a few rows cost more than the norm. The
 kernel rounds where they round; it is used where it was tried on the module itself. Its SiLU is the same for a
@@ -17,7 +17,7 @@ _TRIED: dict[Any, bool] = {}
 
 
 def quicken(model: Any) -> int:
-    """Give RMS norms and SiLUs their quick form for the engine's step; return how many took it."""
+    """Give RMS norms, SiLUs and gates their quick form for the engine's step; return how many took it."""
     switch, count = switch_of(model), 0
     kernel = kernel_for(device_of(model), model.dtype)
     if kernel is None:
@@ -26,6 +26,9 @@ def quicken(model: Any) -> int:
         fresh = not replaced(module) and "forward" not in vars(module)
         if fresh and _looks(module) and _agrees(module, kernel):
             replace_forward(module, _norm, switch, kernel)
+            count += 1
+        elif fresh and _gated(module, kernel):
+            replace_forward(module, _mlp, switch, kernel)
             count += 1
         elif fresh and type(module) in (torch.nn.SiLU, SiLUActivation):
             replace_forward(module, _silu, switch, kernel)
@@ -53,6 +56,37 @@ def _agrees(module: Any, kernel: Kernel) -> bool:
             own.float(), quick.float(), rtol=4 * eps, atol=eps * 1e-3
         )
     return _TRIED[key]
+
+
+_GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+@torch.no_grad()
+def _gated(module: Any, kernel: Kernel) -> bool:
+    """Whether a module is down(silu(gate(x)) * up(x)) of layers that are in memory, by trying."""
+    if set(dict(module.named_children())) != _GATED or not isinstance(module.gate_proj, torch.nn.Linear):
+        return False
+    weight = module.gate_proj.weight
+    if type(module.act_fn) not in (torch.nn.SiLU, SiLUActivation) or not weight.is_cpu:
+        return False
+    key = (type(module), weight.shape, weight.dtype)
+    if key not in _TRIED:
+        x = torch.randn(1, 5, weight.shape[1], generator=torch.Generator().manual_seed(5)).to(weight.dtype)
+        own, quick = module(x), _through(module, kernel, x)
+        near = own.shape == quick.shape and torch.allclose(own.float(), quick.float(), rtol=0.02, atol=1e-3)
+        _TRIED[key] = bool(near)
+    return _TRIED[key]
+
+
+def _through(module: Any, kernel: Kernel, x: torch.Tensor) -> Any:
+    return module.down_proj(kernel.silu(module.gate_proj(x), module.up_proj(x)))
+
+
+def _mlp(module: Any, switch: Switch, kernel: Kernel, x: torch.Tensor) -> Any:
+    act = module.act_fn
+    if switch.on and x.is_cpu and not (act._forward_hooks or act._forward_pre_hooks):
+        return _through(module, kernel, x)
+    return stock(module)(x)
 
 
 def _norm(module: Any, switch: Switch, kernel: Kernel, hidden_states: torch.Tensor) -> Any:

@@ -5,13 +5,15 @@ after; `borrowed` runs it in evaluation mode with its packed layers on, and give
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from interlens.engine import linears
 from interlens.engine.kernel import kernel_for
+from interlens.engine.switch import switch_of
+from interlens.engine.uneven import Padded
 
 _WIDTH = 64
 """Words summed at a time in a digest."""
@@ -65,7 +67,8 @@ class Resident:
     @contextmanager
     def borrowed(self) -> Iterator[None]:
         """Run in evaluation mode with the packed layers on."""
-        with evaluating(self._modules), linears.switched_on(self.model):
+        even = Padded() if switch_of(self.model).padded else nullcontext()
+        with evaluating(self._modules), linears.switched_on(self.model), even:
             yield
 
 

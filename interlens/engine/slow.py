@@ -35,6 +35,10 @@ class SlowEngine(Engine):
         longrope = any("longrope" in kind_of(m) for m in self._rotary)
         self._crossing = (regular_until(model) if longrope else None) or 1 << 30
 
+    def submit(self, request: RowRequest) -> Ticket:
+        """Queue a row, however long it may become."""
+        return self.queue(request, Ticket(next(self._numbers)))
+
     def queue(self, request: RowRequest, ticket: Ticket) -> Ticket:
         """Queue a row; no prefix is shared."""
         return super().queue(replace(request, reuse=False), ticket)

@@ -19,6 +19,8 @@ class Switch:
 
     on = False
     """Whether packed weights are in use."""
+    padded = False
+    """Whether functions of uneven rows are padded in the engine's step (`uneven`)."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Switch":
         return memo.setdefault(id(self), Switch())  # type: ignore[no-any-return]

@@ -4,9 +4,11 @@ A window of 4096 positions is not reached by a short test on the real model; on 
 is. Sizes are cut, everything else of the config stays: the kinds of layers, scalings, caps, sharing, norms.
 """
 
+import time
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 SIZES = {
@@ -39,6 +41,8 @@ SIZES = {
 _DROPPED = ("quantization_config", "per_layer_config", "torch_dtype", "dtype", "_name_or_path")
 _DERIVED = ("head_dim", "global_head_dim", "qk_head_dim")
 """What a class works out from other sizes, where it is not told."""
+_PATIENCE = 5
+"""Seconds after which no other sizes are tried."""
 _MOST = 20_000_000
 """Parameters; what does not shrink below this is no twin."""
 
@@ -46,17 +50,21 @@ _MOST = 20_000_000
 def twin_of(model: Any) -> Any:
     """A small model of the same kind in fp32, or None where its config cannot be shrunk like that."""
     config = model.config.get_text_config(decoder=True)
-    if type(config) is not type(model.config):
-        return None
+    kind: Any = type(model)
+    if type(config) is not type(model.config):  # the text model inside one of several kinds of input
+        kind = AutoModelForCausalLM.from_config
+    began = time.perf_counter()
     for options in _options(config):
+        if time.perf_counter() - began > _PATIENCE:
+            break
         try:
             small = type(config)(**options)
             with torch.device("meta"):
-                if sum(p.numel() for p in type(model)(small).parameters()) > _MOST:
+                if sum(p.numel() for p in kind(small).parameters()) > _MOST:
                     continue
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                twin = randomised(type(model)(type(config)(**options)).float().eval())
+                twin = randomised(kind(type(config)(**options)).float().eval())
             with torch.no_grad():
                 twin(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
             return twin
@@ -78,12 +86,14 @@ def _options(config: Any) -> list[dict[str, Any]]:
             small[name] = len(layers) if SIZES[name] == 4 and "layer" in name else SIZES[name]
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if name in told:
-            small[name] = None if name != "pad_token_id" else 0
+            small[name] = 0
     first = told | small
     many = first | {k: 4 for k in ("num_key_value_heads", "num_kv_heads") if k in first}
     tries = [first, many]
     for names in (_DERIVED, (*_DERIVED, "layer_types")):
         tries += [{k: v for k, v in given.items() if k not in names} for given in (first, many)]
+    if "num_heads" in first:
+        tries.append(first | {"num_heads": 8})
     if "num_kv_shared_layers" in first:
         tries.append(first | {"num_kv_shared_layers": 0})
     return tries

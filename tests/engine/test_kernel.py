@@ -266,7 +266,7 @@ def test_without_avx2_it_is_refused(anew):
 
 @needs_kernel
 def test_a_compiler_that_fails_is_told_in_the_log(anew, caplog):
-    anew.setattr(kernels, "SOURCE", kernels.SOURCE.with_name("tiny.py"))
+    anew.setattr(kernels, "FOLDER", kernels.FOLDER.parent)  # where these sources are not
     with caplog.at_level(logging.WARNING, "interlens.engine"):
         assert kernel() is None
     assert "could not be built" in caplog.text
