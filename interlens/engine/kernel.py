@@ -132,6 +132,12 @@ class Kernel:
         if library.matrix_units():
             self._linear[torch.bfloat16] = _bound(library, "linear_bf16", _LINEAR)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Kernel":
+        return self
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return kernel, ()
+
     def store(
         self,
         key: torch.Tensor,

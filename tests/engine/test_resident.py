@@ -1,12 +1,14 @@
 """Between steps the module is its user's: what was done to it is noticed, and nothing is left on it."""
 
+import copy
+import io
 import random
 
 import numpy
 import pytest
 import torch
 
-from interlens.engine import linears
+from interlens.engine import linears, quick
 from interlens.engine.batch import Engine
 from interlens.engine.resident import Resident, digest
 from interlens.engine.tiny import tiny_model, tiny_tokenizer
@@ -220,3 +222,18 @@ def test_a_digest_tells_every_single_change(dtype, shape):
         assert (
             digest(torch.cat([torch.zeros(1, dtype=dtype), tensor.reshape(-1)])[1:].reshape(shape)) == whole
         )
+
+
+def test_a_copy_of_a_quickened_model_is_a_model_of_its_own():
+    model = packed_tiny()
+    quick.quicken(model)
+    expected = alone(model, REQUEST)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    for other in (copy.deepcopy(model), torch.load(stream, weights_only=False)):
+        assert alone(other, REQUEST).same_bits(expected)
+        with torch.no_grad():
+            other.model.layers[0].mlp.up_proj.weight.mul_(2)
+        assert not alone(other, REQUEST).same_bits(expected)
+        assert alone(model, REQUEST).same_bits(expected)
