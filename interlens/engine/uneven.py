@@ -1,7 +1,8 @@
 """Functions whose last bits differ between torch's vector form and the scalar form of a tensor's end.
 
 Over rows of a width that fills whole registers every number goes through the vector form. A sigmoid over four
-experts does not: which numbers stand at the end depends on who else is in the pass. `Watch` finds such
+experts does not: which numbers stand at the end depends on who else is in the pass. Nor does a part of wider
+rows, which is walked through in another way when there is one row only. `Watch` finds such
 functions in a pass, `Padded` computes them on a whole number of registers.
 """
 
@@ -52,8 +53,9 @@ class Watch(TorchDispatchMode):
         if name in UNEVEN and isinstance(args[0], torch.Tensor) and args[0].numel() > 1:
             x = args[0]
             width = x.numel() // self.tokens if x.numel() % self.tokens == 0 else x.shape[-1]
-            if width % (64 if x.dtype == torch.bfloat16 and name == "gelu" else 32):
-                self.uneven.add(f"{name} of rows of {width}")
+            step = 64 if x.dtype == torch.bfloat16 and name == "gelu" else 32
+            if width % step or not x.is_contiguous():
+                self.uneven.add(f"{name} of {'rows' if width % step else 'parts of rows'} of {width}")
         if name in _PRODUCTS and not ATTENDING.get():
             x, y = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
             if x.shape[-1] > 1 and (x.numel() // x.shape[-1]) % self.tokens == 0:
@@ -66,8 +68,10 @@ class Padded(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if func not in _FUNCTIONS or not args or args[0].numel() % _REGISTERS == 0 or given.get("inplace"):
+        if func not in _FUNCTIONS or not args or given.get("inplace"):
             return func(*args, **given)
         x = args[0]
+        if x.numel() % _REGISTERS == 0 and x.is_contiguous():
+            return func(*args, **given)
         flat = F.pad(x.reshape(-1), (0, -x.numel() % _REGISTERS))
         return func(flat, *args[1:], **given)[: x.numel()].reshape(x.shape)

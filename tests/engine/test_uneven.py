@@ -49,8 +49,12 @@ def test_uneven_rows_and_shared_products_are_seen_and_others_are_not():
         x @ weight
     assert seen.uneven == {"sigmoid of rows of 4"}
     assert len(seen.products) == 1
+    with Watch(37) as seen:
+        F.gelu(x.chunk(2, -1)[0])
+    assert seen.uneven == {"gelu of parts of rows of 32"}
     with Watch(37) as seen, Padded():
         torch.sigmoid(x[:, :4])
+        F.gelu(x.chunk(2, -1)[0])
     assert seen.uneven == set()
 
 
