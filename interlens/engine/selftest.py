@@ -68,7 +68,9 @@ def _inexact(model: Any, fit: Fit) -> str:
     """Why a row's bits are not its own, where they are not."""
     if fit.mixers:
         return "the bits of a recurrent state depend on where its row was cut"
-    switch_of(model).padded = bool(watched(model).uneven)
+    switch = switch_of(model)
+    switch.padded = False
+    switch.padded = bool(watched(model).uneven)
     seen = watched(model)
     if seen.uneven or seen.products:
         return (

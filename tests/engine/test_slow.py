@@ -197,6 +197,13 @@ def test_frequencies_are_given_back_as_they_were(family, model):
     assert all(torch.equal(v, state[k]) for k, v in rotary.named_buffers())
 
 
+def test_a_second_look_finds_what_the_first_one_found():
+    model = make("longrope")  # its gate is a part of a wider row
+    linears.pack(model)
+    assert examine(model) == examine(model) == examine(model)
+    assert examine(model).exact
+
+
 def test_a_model_with_dropout_is_examined_and_run_without_it():
     model = make("gpt2").train()
     assert model.config.resid_pdrop > 0
