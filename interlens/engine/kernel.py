@@ -226,11 +226,10 @@ class Kernel:
         assert weight.shape == (width,)
         assert width % TILE == 0
         assert x.dtype == weight.dtype
+        weight = weight if weight.is_contiguous() else weight.contiguous()
         out = torch.empty_like(x)
         rows = x.numel() // width
-        self._norm[x.dtype](
-            rows, width, eps, x.data_ptr(), width, weight.contiguous().data_ptr(), out.data_ptr()
-        )
+        self._norm[x.dtype](rows, width, eps, x.data_ptr(), width, weight.data_ptr(), out.data_ptr())
         return out
 
     def silu(self, x: torch.Tensor, by: torch.Tensor | None = None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from interlens.engine.kernel import Kernel, kernel_for, panels_of
-from interlens.engine.switch import Switch, replace_forward, replaced, stock, switch_of
+from interlens.engine.switch import Switch, replace_forward, stock, switch_of
 
 _PACKED = "_interlens_packed"
 EXPERTS = "_interlens_experts"
@@ -137,7 +137,7 @@ def _packable(module: torch.nn.Module) -> bool:
 
 def refresh(model: torch.nn.Module) -> None:
     """Weights may have changed in ways a stamp does not show: pack them again at their next use."""
-    if any(replaced(m) for m in model.modules()):
+    if any(_PACKED in vars(m) for m in model.modules()):
         pack(model)
     for module in model.modules():
         if (packed := vars(module).get(_PACKED)) is not None:

@@ -73,9 +73,9 @@ def _inexact(model: Any, fit: Fit) -> str:
     switch.padded = bool(watched(model).uneven)
     seen = watched(model)
     if seen.uneven or seen.products:
-        return (
-            f"its bits depend on how many rows a pass has: {', '.join(sorted(seen.uneven | seen.products))}"
-        )
+        found = sorted(seen.uneven | seen.products)
+        more = f" and {len(found) - 2} more" if len(found) > 2 else ""
+        return f"its bits depend on how many rows a pass has: {', '.join(found[:2])}{more}"
     exact = linears_exact(model) and _attention_fixed(model) and rows_exact(model)
     return "" if exact else f"bits depend on the batch for {model.dtype} on {device_of(model).type}"
 

@@ -49,14 +49,6 @@ def replaced(module: torch.nn.Module) -> bool:
     return _STOCK in vars(module)
 
 
-def restore_forward(module: torch.nn.Module) -> None:
-    """Undo `replace_forward`."""
-    before = vars(module).pop(_STOCK)
-    del module.forward
-    if before is not None:
-        module.forward = before  # type: ignore[method-assign]
-
-
 def stock(module: torch.nn.Module) -> Callable[..., Any]:
     """The forward that was there before ours: the class's, or one that was set on the instance."""
     before = vars(module).get(_STOCK)
