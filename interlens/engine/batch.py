@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -58,14 +58,13 @@ class Engine:
         max_rows: int = 64,
         kv_bytes: int = 1 << 30,
         prefill_budget: int = PREFILL_BUDGET,
-        attention: Literal["auto", "torch"] = "auto",
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.max_rows, self.prefill_budget = max_rows, prefill_budget
         self.device = device_of(model)
         self.dtype = model.dtype
         self.fit = fitted(model)
-        self._kernel = kernel_for(self.device, self.dtype) if attention == "auto" else None
+        self._kernel = kernel_for(self.device, self.dtype)
         self.slots = Slots(model.config, self._kernel, self.fit.sights)
         self._configs = rule.configs_of(model)
         self._settings = {"_attn_implementation_internal": rule.NAME}

@@ -30,14 +30,10 @@ _FIT = "_interlens_fit"
 class Fit:
     """How a model runs in a packed pass."""
 
-    kinds: tuple[str, ...]
-    """The kind of each layer."""
     sights: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Window and chunk of each layer, by its config; 0 is none."""
     mixers: tuple[str, ...] = ()
     """Names of the modules that keep a state."""
-    whole: bool = False
-    """Whether a mixer can continue a state by one token only."""
     arguments: frozenset[str] = frozenset()
     """What the model's forward takes."""
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -63,7 +59,7 @@ def _fit(model: Any) -> Fit:
     try:
         kinds, options = get_layer_types_and_kwargs(config)
     except Exception as error:  # a config of its own making
-        return Fit((), why_not=f"its layers are not told by its config ({type(error).__name__}: {error})")
+        return Fit(why_not=f"its layers are not told by its config ({type(error).__name__}: {error})")
     sights = {
         i: (0, size) if kind == "chunked_attention" else (size, 0)
         for i, (kind, given) in enumerate(zip(kinds, options, strict=True))
@@ -78,14 +74,11 @@ def _fit(model: Any) -> Fit:
         why = "its forward takes no position_ids"
     if not why and not mixers and set(kinds) & RECURRENT:
         why = "no module that keeps the state of its recurrent layers was found"
-    whole = bool(mixers) and not continues(model)
     if not why:
-        _install(model, mixers, whole)
+        _install(model, mixers, bool(mixers) and not continues(model))
     return Fit(
-        kinds=tuple(kinds),
         sights=sights,
         mixers=tuple(mixers),
-        whole=whole,
         arguments=arguments,
         inputs=adapters.inputs(model),
         limit=regular_until(model),
