@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from interlens.engine import linears, load, quick
+from interlens.engine import load, quick
 from interlens.engine.rows import RowRequest
 from interlens.engine.selftest import examine
 from interlens.engine.slow import engine_for
-from interlens.engine.switch import device_of
 from interlens.errors import nearest
 from interlens.interp.sites import SITES
 from interlens.request import BackendSpec, Capabilities, Completion, Forward, Generate, Ticket
@@ -52,9 +51,7 @@ class HuggingFaceBackend:
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.lock = threading.RLock()
         """Held by a step; hold it to run the module yourself while others may be generating."""
-        if device_of(model).type == "cpu" and linears.usable(model.dtype):
-            linears.pack(model)
-            quick.quicken(model)
+        quick.equip(model)
         began = time.perf_counter()
         self.verdict = examine(model)
         if not self.verdict.fits:

@@ -29,7 +29,7 @@ CHUNK = 128
 MIN_QUERIES = 4
 QUERY_BLOCK = 256
 """Queries of a long prompt taken at a time; any cut gives the same bits."""
-_KNOWN = {
+KNOWN = {
     "position_ids",
     "use_cache",
     "output_attentions",
@@ -225,7 +225,7 @@ def attend(
         )
     slopes, told = kwargs.pop("slopes", None), kwargs.pop("sliding_window", _UNSAID)
     kwargs.pop("dropout", None)  # 0 in evaluation
-    asked = [name for name, given in kwargs.items() if given is not None and name not in _KNOWN]
+    asked = [name for name, given in kwargs.items() if given is not None and name not in KNOWN]
     if asked:
         raise Unsupported(f"attention was given {', '.join(asked)}")
     slots = mark.slots
@@ -238,6 +238,7 @@ def attend(
         window = told or 0
     sight = Sight(window, chunk, softcap or 0.0, s_aux, slopes)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    slots.asked[mark.layer] = scale, sight, told is not _UNSAID
     store = slots.stores[mark.layer]
     if store.tiled:
         if hasattr(module, "expand_kv"):

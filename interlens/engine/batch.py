@@ -16,8 +16,8 @@ import torch
 
 from interlens.engine import attention as rule
 from interlens.engine import experts
+from interlens.engine.compiled import kernel_for
 from interlens.engine.families import fitted
-from interlens.engine.kernel import kernel_for
 from interlens.engine.kv import Segment, Slots
 from interlens.engine.prefixes import BLOCK, Holder, Prefixes
 from interlens.engine.resident import Resident

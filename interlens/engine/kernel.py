@@ -1,49 +1,20 @@
-"""The C kernel for exact attention, norms and draws: built once into the user's cache by the system compiler,
-tried before it is used.
-
-`kernels/` holds the sources; the library's name is a hash of them, of the compiler and of the flags, so a
-changed source or another processor builds another one. Without a compiler, without AVX2, or with
-`INTERLENS_KERNEL=0`, plain torch does the same work. The two differ from each other in bits; each is exact in
-itself.
+"""The C kernel's functions, with their arguments checked: attention, rotary embeddings, linear layers, norms,
+gates, draws and digests of one fixed order of operations. `compiled` builds and tries it.
 """
 
 import ctypes
-import hashlib
-import logging
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from interlens.engine.load import cache_dir
-
-log = logging.getLogger("interlens.engine")
-FOLDER = Path(__file__).with_name("kernels")
-SOURCES = ("attention.c", "layers.c")
 TILE = 16
 SHARE = 16
 """Tokens of one segment that are computed together."""
 MAX_QUERIES, MAX_WIDTH = 12, 256
-FORMS = {
-    "amx": (
-        "avx512f avx512bw avx512vl avx512dq fma amx_tile amx_bf16",
-        ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mamx-tile", "-mamx-bf16"],
-    ),
-    "avx512": (
-        "avx512f avx512bw avx512vl avx512dq fma",
-        ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"],
-    ),
-    "avx2": ("avx2 fma", ["-mavx2", "-mfma"]),
-}
-"""Name of a form to the processor flags it needs and the compiler flags it is built with."""
-_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +91,12 @@ class Kernel:
         self.path, self.form = path, form
         self.build = path.stem
         library = ctypes.CDLL(str(path))
-        self._store = {t: _bound(library, f"store_{name}", _STORE) for t, name in _NAMES.items()}
-        self._attend = {t: _bound(library, f"attend_{name}", _ATTEND) for t, name in _NAMES.items()}
-        self._norm = {t: _bound(library, f"norm_{name}", _NORM) for t, name in _NAMES.items()}
+        self._store = {t: _bound(library, f"store_{name}", _STORE) for t, name in TYPES.items()}
+        self._rotate = {t: _bound(library, f"rotate_{name}", _ROTATE) for t, name in TYPES.items()}
+        self._attend = {t: _bound(library, f"attend_{name}", _ATTEND) for t, name in TYPES.items()}
+        self._norm = {t: _bound(library, f"norm_{name}", _NORM) for t, name in TYPES.items()}
         self._silu = {
-            t: _bound(library, f"silu_{name}", [_LONG, *[_POINTER] * 3]) for t, name in _NAMES.items()
+            t: _bound(library, f"silu_{name}", [_LONG, *[_POINTER] * 3]) for t, name in TYPES.items()
         }
         self._draw = _bound(library, "draw", _DRAW)
         self._digest = _bound(library, "digest", [_POINTER, _LONG, _POINTER])
@@ -136,6 +108,8 @@ class Kernel:
         return self
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
+        from interlens.engine.compiled import kernel
+
         return kernel, ()
 
     def store(
@@ -168,6 +142,44 @@ class Kernel:
             values.stride(0),
             values.stride(1),
         )
+
+    def rotate(
+        self,
+        projected: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        tasks: Tasks,
+    ) -> torch.Tensor:
+        """Queries `[T, Hq * d]`, keys and values `[T, H * d]`, contiguous, before the rotary embedding:
+        cosines and sines `[T, r]` turn the first r numbers of each head, keys and values go into their tiles,
+        and the queries come back as `[Hq, T, d]`.
+        """
+        query, key, value = projected
+        cosine, sine = (t.contiguous() for t in rotary)
+        slots, heads, length, width = values.shape
+        n, turned = cosine.shape
+        all_heads = query.shape[-1] // width
+        assert query.shape == (n, all_heads * width)
+        assert key.shape == value.shape == (n, heads * width)
+        assert all(t.is_contiguous() and t.dtype == keys.dtype for t in (*projected, cosine, sine))
+        assert turned <= width
+        assert turned % 2 == 0
+        assert tasks.tokens == n
+        assert tasks.longest <= length
+        assert tasks.slots <= slots
+        out = torch.empty_like(query)
+        self._rotate[keys.dtype](
+            *tasks.pointers,
+            all_heads,
+            heads,
+            width,
+            turned,
+            *(t.data_ptr() for t in (query, key, value, cosine, sine, out, keys, values)),
+            values.stride(0),
+            values.stride(1),
+        )
+        return out.view(n, all_heads, width).transpose(0, 1)
 
     def attend(
         self,
@@ -298,6 +310,7 @@ class Kernel:
 _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _TASKS = [_INT, *[_POINTER] * 4]
 _STORE = [*_TASKS, _INT, _INT, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG]
+_ROTATE = [*_TASKS, *[_INT] * 4, *[_POINTER] * 8, _LONG, _LONG]
 _ATTEND = [
     *_TASKS,
     *[_INT] * 3,
@@ -333,167 +346,3 @@ def _per_head(numbers: torch.Tensor | None, heads: int) -> torch.Tensor | None:
     numbers = numbers.detach().float().reshape(-1).contiguous()
     assert len(numbers) == heads
     return numbers
-
-
-@lru_cache(maxsize=1)
-def kernel() -> Kernel | None:
-    """The kernel, built if need be and tried; `None` where plain torch is to do the work."""
-    if os.environ.get("INTERLENS_KERNEL", "1") == "0":
-        return None
-    forms = [name for name, (needs, _) in FORMS.items() if set(needs.split()) <= processor_flags()]
-    compiler = next((path for c in ("cc", "gcc", "clang") if (path := shutil.which(c))), None)
-    if not forms or compiler is None:
-        log.info("no kernel: %s", "no compiler was found" if compiler is None else "no AVX2")
-        return None
-    for form in forms:
-        try:
-            built = Kernel(build(compiler, form), form)
-        except (OSError, subprocess.SubprocessError) as error:
-            log.warning("the kernel's %s form could not be built: %s", form, error)
-            continue
-        if tried(built):
-            return built
-        log.warning("the kernel's %s form failed its self-test on this machine", form)
-    log.warning("plain torch is used instead of the kernel")
-    return None
-
-
-def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """The kernel, if it can compute this type there."""
-    return kernel() if device.type == "cpu" and dtype in _NAMES else None
-
-
-def processor_flags() -> set[str]:
-    """What the processor can do, as Linux tells it; empty elsewhere."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return set()
-    line = next((row for row in text.split("\n") if row.startswith("flags")), "")
-    return set(line.partition(":")[2].split())
-
-
-def build(compiler: str, form: str) -> Path:
-    """Compile into the cache under a name that says what from; an existing one is used."""
-    runtime = _openmp()
-    flags = ["-O3", "-ffp-contract=fast", "-fPIC", *FORMS[form][1], *(["-fopenmp"] if runtime else [])]
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, timeout=30, check=True
-    ).stdout
-    texts = [path.read_text() for path in sorted(FOLDER.iterdir()) if path.suffix in (".c", ".h")]
-    mark = hashlib.sha256(repr((texts, version, flags, runtime)).encode()).hexdigest()[:16]
-    target = cache_dir() / "kernels" / f"kernel-{form}-{mark}.so"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        made = Path(work) / "kernel.so"
-        objects = [str(Path(work) / f"{name}.o") for name in SOURCES]
-        commands = [
-            [compiler, *flags, "-c", str(FOLDER / name), "-o", thing]
-            for name, thing in zip(SOURCES, objects, strict=True)
-        ]
-        link = [compiler, "-shared", *objects, *([runtime] if runtime else []), "-lm", "-o", str(made)]
-        for command in (*commands, link):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-            if done.returncode:
-                raise OSError(done.stderr.strip()[-500:])
-        made.replace(target)
-    return target
-
-
-def _openmp() -> str | None:
-    """The OpenMP runtime that torch itself runs on: one team of threads, not two."""
-    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    return str(found[0]) if found else None
-
-
-def tried(built: Kernel) -> bool:
-    """Against plain torch, and against itself with other queries beside: all that a `Sight` can say too."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    heads, group, length, width, n, past = 2, 3, 96, 32, 21, 60
-    sights = (
-        Sight(),
-        Sight(window=17, cap=5.0, sinks=random(heads * group)),
-        Sight(chunk=19, slopes=-random(heads * group).abs()),
-    )
-    for dtype in _NAMES:
-        k, v, q = (
-            random(*s).to(dtype)
-            for s in ((2, heads, length, width), (2, heads, length, width), (6, n, width))
-        )
-        tiles = k.reshape(2, heads, length // TILE, TILE, width).transpose(-1, -2).contiguous()
-        for sight in sights:
-            many = built.attend(q, tiles, v, tasks_of([(0, n, 1, past)]), scale=0.2, sight=sight)
-            parts = tasks_of([(i, 1, 1, past + i) for i in range(n)])
-            single = built.attend(q, tiles, v, parts, scale=0.2, sight=sight)
-            if not torch.equal(many, single) or not _near(many, q, k[1], v[1], past, sight):
-                return False
-        if not _norms(built, q[0]) or not _products(
-            built, random(77, 64).to(dtype), random(50, 64).to(dtype)
-        ):
-            return False
-    return _draws(built, random(4, 1000) * 3)
-
-
-def _products(built: Kernel, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """A linear layer against torch's, its rows alone, in parts and together."""
-    if not built.multiplies(weight):
-        return True
-    bias, panels, size = weight[:, 0].clone(), panels_of(weight), len(weight)
-    out = built.linear(x, panels, size, bias)
-    parts = [built.linear(x[a:b], panels, size, bias) for a, b in ((0, 1), (1, 4), (4, 37), (37, 77))]
-    wanted = x.double() @ weight.double().T + bias.double()
-    near = torch.allclose(out.double(), wanted, atol=0.2 if x.dtype == torch.bfloat16 else 1e-4)
-    return near and torch.equal(out, torch.cat(parts))
-
-
-def _norms(built: Kernel, x: torch.Tensor) -> bool:
-    """RMS norms and activations of rows `[n, d]` against the formula, alone and together."""
-    weight = x[0]
-    out, h = built.norm(x, weight, 1e-6), x.float()
-    wanted = weight.float() * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))
-    alone = torch.cat([built.norm(row[None], weight, 1e-6) for row in x])
-    rough = 2e-2 if x.dtype == torch.bfloat16 else 1e-5
-    near = torch.allclose(out.float(), wanted, atol=1e-6, rtol=rough) and torch.equal(out, alone)
-    gate, parts = (
-        built.silu(x),
-        torch.cat([built.silu(x.reshape(-1)[i : i + 7]) for i in range(0, x.numel(), 7)]),
-    )
-    fine = torch.allclose(gate.float(), torch.nn.functional.silu(h), atol=1e-6, rtol=rough)
-    both = built.silu(x, x.flip(0))
-    same = torch.equal(both, gate * x.flip(0)) and torch.equal(gate.reshape(-1), parts)
-    return near and fine and same
-
-
-def _draws(built: Kernel, logits_BV: torch.Tensor) -> bool:
-    """Draws against a cumulative sum in double precision, away from its steps."""
-    heat, u = [0.7, 1.0, 2.0, 0.1], [0.0, 0.3, 0.999, 0.6]
-    p = torch.softmax(logits_BV.double() / torch.tensor(heat, dtype=torch.float64)[:, None], -1).cumsum(-1)
-    found = built.draw(logits_BV, heat, u)
-    low = [float(p[i, t - 1]) if t else 0.0 for i, t in enumerate(found)]
-    high = [float(p[i, t]) for i, t in enumerate(found)]
-    return all(a - 1e-5 <= x <= b + 1e-5 for a, x, b in zip(low, u, high, strict=True))
-
-
-def _near(
-    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: int, sight: Sight
-) -> bool:
-    group = q.shape[0] // k.shape[0]
-    k, v = (x.float().repeat_interleave(group, 0) for x in (k, v))
-    scores = q.float() @ k.transpose(1, 2) * 0.2
-    scores = torch.tanh(scores / sight.cap) * sight.cap if sight.cap else scores
-    at, j = past + torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])[None]
-    if sight.slopes is not None:
-        scores = scores + sight.slopes[:, None, None] * (j - at)
-    scores = scores.masked_fill(sight.hides(j, at), float("-inf"))
-    if sight.sinks is not None:
-        scores = torch.cat([scores, sight.sinks[:, None, None].expand(-1, q.shape[1], 1)], -1)
-    wanted = torch.softmax(scores, -1)[..., : k.shape[1]] @ v
-    return torch.allclose(
-        out.float(), wanted.transpose(0, 1), atol=2e-2 if out.dtype == torch.bfloat16 else 1e-4
-    )

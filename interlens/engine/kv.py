@@ -95,6 +95,8 @@ class Slots(Cache):
         self.length = 0
         self.plan: Any = None
         """What `attention` works out once for a pass."""
+        self.asked: dict[int, tuple[float, Any, bool]] = {}
+        """By layer: scale and sight that its module asked of attention, and whether it told its window."""
         self.unread: set[int] = set()
         """Layers that stored keys in this pass which attention has not read yet."""
 
@@ -129,9 +131,7 @@ class Slots(Cache):
         buffers.
         """
         key, value = key_states, value_states
-        store = self.stores.get(layer_idx)
-        if store is None:
-            store = self.stores[layer_idx] = self._allocate(key, value, self._tiles(key, value))
+        store = self.store(layer_idx, key, value)
         key._interlens = Mark(self, layer_idx, value)  # type: ignore[attr-defined]
         self.unread.add(layer_idx)
         if store.tiled:
@@ -147,6 +147,12 @@ class Slots(Cache):
             store.keys[s.slot, :, s.past : s.past + s.n] = key[0, :, s.start : s.start + s.n]
             store.values[s.slot, :, s.past : s.past + s.n] = value[0, :, s.start : s.start + s.n]
         return key, value
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Layer:
+        """A layer's buffers; made from the shapes of the first keys and values, `[…, heads, tokens, d]`."""
+        if layer not in self.stores:
+            self.stores[layer] = self._allocate(key, value, self._tiles(key, value))
+        return self.stores[layer]
 
     # -- states of recurrent layers
 

@@ -15,7 +15,8 @@ import torch
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from interlens.engine.kernel import Kernel, kernel_for, panels_of
+from interlens.engine.compiled import kernel_for
+from interlens.engine.kernel import Kernel, panels_of
 from interlens.engine.switch import Switch, replace_forward, stock, switch_of
 
 _PACKED = "_interlens_packed"

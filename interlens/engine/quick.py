@@ -1,4 +1,4 @@
-"""RMS norms, SiLU and gates by one call of the C kernel inside the engine's step.
+"""RMS norms, SiLU, gates and attention modules by a call or two of the C kernel inside the engine's step.
 
 transformers writes the norm out in six to eight operations, which at a few rows cost more than the norm. The
 kernel rounds where they round; it is used where it was tried on the module itself. Its SiLU is the same for a
@@ -10,14 +10,25 @@ from typing import Any
 import torch
 from transformers.activations import SiLUActivation
 
-from interlens.engine.kernel import TILE, Kernel, kernel_for
+from interlens.engine import heads, linears
+from interlens.engine.compiled import kernel_for
+from interlens.engine.kernel import TILE, Kernel
 from interlens.engine.switch import Switch, device_of, replace_forward, replaced, stock, switch_of
 
 _TRIED: dict[Any, bool] = {}
 
 
+def equip(model: Any) -> None:
+    """Give a model on the CPU its packed products and quick forms, which the engine's step alone uses."""
+    if device_of(model).type == "cpu" and linears.usable(model.dtype):
+        linears.pack(model)
+        quicken(model)
+
+
 def quicken(model: Any) -> int:
-    """Give RMS norms, SiLUs and gates their quick form for the engine's step; return how many took it."""
+    """Give RMS norms, SiLUs, gates and attention modules their quick form for the engine's step; how many
+    took it.
+    """
     switch, count = switch_of(model), 0
     kernel = kernel_for(device_of(model), model.dtype)
     if kernel is None:
@@ -29,6 +40,9 @@ def quicken(model: Any) -> int:
             count += 1
         elif fresh and _gated(module, kernel):
             replace_forward(module, _mlp, switch, kernel)
+            count += 1
+        elif fresh and (form := heads.form_of(module, kernel)) is not None:
+            replace_forward(module, heads.forward, switch, form)
             count += 1
         elif fresh and type(module) in (torch.nn.SiLU, SiLUActivation):
             replace_forward(module, _silu, switch, kernel)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from interlens.engine import linears
-from interlens.engine.kernel import kernel_for
+from interlens.engine.compiled import kernel_for
 from interlens.engine.switch import switch_of
 from interlens.engine.uneven import Padded
 

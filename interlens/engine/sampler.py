@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from interlens.engine.kernel import kernel_for
+from interlens.engine.compiled import kernel_for
 from interlens.request import SamplingParams
 
 COLDEST, HOTTEST = 1e-30, 1e30

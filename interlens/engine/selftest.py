@@ -15,8 +15,9 @@ from transformers.pytorch_utils import Conv1D
 from interlens.engine import linears
 from interlens.engine.attention import PassPlan, decode_rows, prefill_segment
 from interlens.engine.batch import Engine
+from interlens.engine.compiled import kernel_for
 from interlens.engine.families import Fit, fitted
-from interlens.engine.kernel import Sight, kernel_for
+from interlens.engine.kernel import Sight
 from interlens.engine.kv import PAD, Segment
 from interlens.engine.load import hushed
 from interlens.engine.resident import evaluating

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from interlens.backends.huggingface import residents
-from interlens.engine.kernel import kernel
+from interlens.engine.compiled import kernel
 from interlens.errors import RecipeChanged
 from interlens.request import Call, digest_of
 from interlens.runner.analyzers import run_worker_inits

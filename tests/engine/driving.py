@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from interlens.engine import linears
+from interlens.engine import quick
 from interlens.engine.batch import Engine
 from interlens.engine.rows import RowRequest
 from interlens.engine.tiny import tiny_model, tiny_tokenizer
@@ -34,7 +34,7 @@ class Result:
 
 def packed_tiny(**options: Any) -> Any:
     model = tiny_model(**options)
-    linears.pack(model)
+    quick.equip(model)
     return model
 
 

@@ -8,7 +8,7 @@ import hashlib
 import pytest
 import torch
 
-from interlens.engine import linears, quick
+from interlens.engine import quick
 from interlens.engine.batch import Engine
 from interlens.engine.load import read_model
 from interlens.engine.selftest import examine
@@ -92,7 +92,6 @@ def threads(request):
 )
 def test_a_tiny_model_has_the_same_bits_however_rows_are_run(threads, dtype):
     model = packed_tiny(dtype=dtype)
-    quick.quicken(model)
     rows = requests(8, 259)
     together = same_everywhere(model, rows, range(0, ROWS, 7))
     resumed(model, rows, together, range(0, ROWS, 9))
@@ -107,8 +106,7 @@ def test_a_real_model_has_the_same_bits_however_rows_are_run(threads, dtype, way
         for module in WITH_KERNEL:
             monkeypatch.setattr(f"interlens.engine.{module}.kernel_for", lambda *given: None)
     model = read_model("smollm2", dtype=dtype, device="cpu")
-    linears.pack(model)
-    quick.quicken(model)
+    quick.equip(model)
     assert examine(model).exact
     rows = requests(48, 49152)
     together = same_everywhere(model, rows, range(0, ROWS, 13))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from interlens.engine.batch import Engine
-from interlens.engine.kernel import kernel
+from interlens.engine.compiled import kernel
 from interlens.engine.selftest import examine
 from interlens.request import SamplingParams
 from tests.engine.driving import (

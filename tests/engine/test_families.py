@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from interlens.engine import linears
+from interlens.engine import quick
 from interlens.engine.batch import Engine
 from interlens.engine.selftest import Verdict, examine
 from interlens.engine.slow import engine_for
@@ -109,7 +109,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     family = FAMILIES[request.param]
     model, stock = family.make(), family.make()
     before = state_of(model)
-    linears.pack(model)
+    quick.equip(model)
     verdict = examine(model)
     engine = engine_for(model, fits=verdict.fits, max_rows=3, prefill_budget=37)
     together = drive(engine, requests(PROMPTS))
@@ -183,7 +183,7 @@ def test_plain_torch_is_right_too(name, plain_torch):
     family = FAMILIES[name]
     model = family.make()
     theirs = [generation(model, ids, 6) for ids in PROMPTS]
-    linears.pack(model)
+    quick.equip(model)
     verdict = examine(model)
     assert verdict.fits, verdict.why
     together = drive(Engine(model, max_rows=3, prefill_budget=37), requests(PROMPTS, 6))

@@ -6,20 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from interlens.engine import kernel as kernels
-from interlens.engine.kernel import (
-    SHARE,
-    TILE,
-    Kernel,
-    Sight,
-    build,
-    kernel,
-    kernel_for,
-    panels_of,
-    tasks_of,
-    tried,
-)
+from interlens.engine import compiled as kernels
+from interlens.engine.compiled import build, kernel, kernel_for, tried
+from interlens.engine.kernel import SHARE, TILE, Kernel, Sight, panels_of, tasks_of
 from interlens.engine.kv import Slots
 from interlens.engine.load import tiny
 
@@ -128,6 +119,43 @@ def test_two_models_in_two_threads_do_not_disturb_each_other():
     assert all(torch.equal(out, w) for outs, w in zip(found, wanted, strict=True) for out in outs)
 
 
+def turned(form, dtype, tasks=None, width=80, part=48, n=23, heads=3):
+    """Queries, keys and values after a rotary embedding, and what they were made from."""
+    generator = torch.Generator().manual_seed(8)
+    q, k, v = (torch.randn(n, h * width, generator=generator).to(dtype) for h in (2 * heads, heads, heads))
+    rotary = tuple(torch.randn(n, part, generator=generator).to(dtype) for _ in range(2))
+    keys, values = torch.zeros(2, heads, 4, width, TILE).to(dtype), torch.zeros(2, heads, 64, width).to(dtype)
+    out = form.rotate((q, k, v), rotary, keys, values, tasks or tasks_of([(0, n, 1, 30)]))
+    return out, keys, values, (q, k, v, *rotary)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("width", "part"), [(64, 64), (80, 80), (80, 48), (128, 32), (16, 10)])
+def test_a_rotary_embedding_is_transformers_own(dtype, width, part):
+    out, keys, values, (q, k, v, cosine, sine) = turned(built, dtype, width=width, part=part)
+    for found, given in (
+        (out, q),
+        (keys[1].transpose(-1, -2).reshape(3, 64, width)[:, 30:53], k),
+    ):
+        x = given.view(23, -1, width).transpose(0, 1)
+        own, _ = apply_rotary_pos_emb(x[None, ..., :part], x[None, ..., :part], cosine[None], sine[None])
+        assert torch.allclose(found[..., :part], own[0], atol=1e-6, rtol=torch.finfo(dtype).eps)
+        assert torch.equal(found[..., part:], x[..., part:])
+    assert torch.equal(values[1, :, 30:53], v.view(23, 3, width).transpose(0, 1))
+    assert not values[0].any()
+    assert not values[1, :, :30].any()
+    assert not keys[1, :, 0].any()
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_rotary_embedding_does_not_depend_on_the_pass(dtype):
+    whole = turned(built, dtype)
+    parts = turned(built, dtype, tasks_of([(0, 1, 1, 30), (1, 4, 1, 31), (5, 18, 1, 35)]))
+    assert all(torch.equal(a, b) for a, b in zip(whole[:3], parts[:3], strict=True))
+
+
 def every_form():
     flags = kernels.processor_flags()
     compiler = next(p for c in ("cc", "gcc", "clang") if (p := kernels.shutil.which(c)))
@@ -151,6 +179,8 @@ def test_all_forms_have_the_same_bits():
         outs = [f.attend(q, tiles, v, tasks_of([(0, 40, 2, 60)]), scale=0.3, sight=sight) for f in forms]
         assert all(torch.equal(out, outs[0]) for out in outs)
     outs = [f.linear(x, panels_of(weight), 77, weight[:, 0]) for f in forms]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    outs = [turned(f, torch.float32)[0] for f in forms]
     assert all(torch.equal(out, outs[0]) for out in outs)
     outs = [f.norm(q[0], q[0, 0], 1e-5) for f in forms]
     assert all(torch.equal(out, outs[0]) for out in outs)

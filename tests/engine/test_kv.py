@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from interlens.engine.kernel import kernel
+from interlens.engine.compiled import kernel
 from interlens.engine.kv import PAD, Kept, Layer, Slots
 from interlens.engine.prefixes import BLOCK, Holder, Prefixes, block_keys
 from interlens.engine.tiny import tiny_model

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from interlens.engine import linears
+from interlens.engine import quick
 from interlens.engine.batch import Engine
 from interlens.engine.selftest import examine
 from interlens.engine.slow import SlowEngine
@@ -35,7 +35,7 @@ def sharded(request, tmp_path):
         tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload"
     ).eval()
     assert any(p.device.type == "meta" for p in model.parameters())
-    linears.pack(model)
+    quick.equip(model)
     return model
 
 

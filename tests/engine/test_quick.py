@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from interlens.engine import linears, quick
-from interlens.engine.kernel import kernel
+from interlens.engine.compiled import kernel
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="without the kernel there are no quick forms")
 

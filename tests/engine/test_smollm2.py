@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from interlens.engine import linears, load
+from interlens.engine import load, quick
 from interlens.engine.batch import Engine
 from interlens.engine.selftest import examine
 from interlens.request import SamplingParams
@@ -32,7 +32,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def model():
     made = load.read_model("smollm2", device="cpu")
-    linears.pack(made)
+    quick.equip(made)
     return made
 
 
@@ -91,7 +91,7 @@ def test_cut_prompts_and_a_prefix_hit_give_the_same_bits(model, prompts, togethe
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_wider_sweep_keeps_its_bits(tokenizer, dtype):
     model = load.read_model("smollm2", device="cpu", dtype=dtype)
-    linears.pack(model)
+    quick.equip(model)
     if not (verdict := examine(model)).exact:
         pytest.skip(verdict.why)
     text = tuple(tokenizer(" ".join(TEXTS) * 4)["input_ids"])

@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers as hf
 
-from interlens.engine import linears
+from interlens.engine import quick
 from interlens.engine.selftest import examine
 from interlens.engine.slow import engine_for
 from tests.engine.driving import GREEDY, drive, prompt, row
@@ -60,7 +60,7 @@ def judge(model_type: str) -> Outcome:
         return Outcome("not judged", "neither generate nor a forward pass runs")
     fits, exact, why = False, False, ""
     try:
-        linears.pack(model)
+        quick.equip(model)
         verdict = examine(model)
         fits, exact, why = verdict.fits, verdict.exact, verdict.why
         engine = engine_for(model, fits=verdict.fits, max_rows=3, prefill_budget=37)

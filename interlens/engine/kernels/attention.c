@@ -118,7 +118,7 @@ static inline __attribute__((always_inline)) void NAME(values)(
                 const T *v = V + (int64_t)j * D + d;
                 vf x[4];
                 for (int c = 0; c < DV; c++) {
-                    __builtin_prefetch(v + 12 * D + c * W);
+                    __builtin_prefetch(v + 24 * D + c * W);
                     x[c] = NAME(load)(v + c * W);
                 }
                 for (int i = 0; i < NQ; i++)
@@ -213,6 +213,48 @@ void NAME(store)(
                 for (int d = 0; d < D; d++) to[d * TILE] = k[from + d];
                 memcpy(V + at + (int64_t)p * D, v + from, D * sizeof(T));
             }
+}
+/* Rotary embedding, and new keys and values into their slots: queries `[tokens][Hq][D]` turned into `out`, keys and
+ * values `[tokens][H][D]`, cosines and sines `[tokens][R]`. The first R numbers of a head turn, d with d + R/2; each product
+ * and each sum is rounded to T, as transformers rounds them. Tasks as above.
+ */
+static inline void NAME(turn)(int D, int R, const T *x, const T *cosine, const T *sine, T *out) {
+    const int half = R / 2;
+    int d = 0;
+    for (; d + W <= half; d += W) {
+        const vf a = NAME(load)(x + d), b = NAME(load)(x + half + d);
+        NAME(put)(out + d, NAME(round)(a * NAME(load)(cosine + d)) - NAME(round)(b * NAME(load)(sine + d)));
+        NAME(put)(out + half + d,
+                  NAME(round)(b * NAME(load)(cosine + half + d)) + NAME(round)(a * NAME(load)(sine + half + d)));
+    }
+    for (; d < half; d++) {
+        const float a = NAME(wide)(x[d]), b = NAME(wide)(x[half + d]);
+        const T ac = NAME(narrow)(a * NAME(wide)(cosine[d])), bs = NAME(narrow)(b * NAME(wide)(sine[d]));
+        const T bc = NAME(narrow)(b * NAME(wide)(cosine[half + d])), as = NAME(narrow)(a * NAME(wide)(sine[half + d]));
+        out[d] = NAME(narrow)(NAME(wide)(ac) - NAME(wide)(bs));
+        out[half + d] = NAME(narrow)(NAME(wide)(bc) + NAME(wide)(as));
+    }
+    memcpy(out + R, x + R, (D - R) * sizeof(T));
+}
+void NAME(rotate)(
+    int n_tasks, const int32_t *begin, const int32_t *count, const int32_t *slot, const int32_t *position, int Hq, int H,
+    int D, int R, const T *q, const T *k, const T *v, const T *cosine, const T *sine, T *out, T *K, T *V,
+    int64_t slot_stride, int64_t head_stride) {
+    for (int task = 0; task < n_tasks; task++)
+        for (int i = 0; i < count[task]; i++) {
+            const int64_t t = begin[task] + i;
+            const int p = position[task] + i;
+            for (int h = 0; h < Hq; h++)
+                NAME(turn)(D, R, q + (t * Hq + h) * D, cosine + t * R, sine + t * R, out + (t * Hq + h) * D);
+            for (int h = 0; h < H; h++) {
+                const int64_t at = slot[task] * slot_stride + h * head_stride;
+                T key[MAXD];
+                NAME(turn)(D, R, k + (t * H + h) * D, cosine + t * R, sine + t * R, key);
+                T *to = K + at + (int64_t)(p / TILE) * D * TILE + p % TILE;
+                for (int d = 0; d < D; d++) to[d * TILE] = key[d];
+                memcpy(V + at + (int64_t)p * D, v + (t * H + h) * D, D * sizeof(T));
+            }
+        }
 }
 
 #endif
