@@ -23,7 +23,7 @@ from interlens.engine.load import cache_dir
 
 log = logging.getLogger("interlens.engine")
 FOLDER = Path(__file__).with_name("kernels")
-SOURCES = ("attention.c", "layers.c")
+SOURCES = ("attention.c", "layers.c", "decoder.c")
 FORMS = {
     "amx": (
         "avx512f avx512bw avx512vl avx512dq fma amx_tile amx_bf16",

@@ -69,7 +69,7 @@ def pack_routers(model: torch.nn.Module) -> int:
     switch, count = switch_of(model), 0
     for module in model.modules():
         weight = vars(module)["_parameters"].get("weight")
-        layer = type(module) in (torch.nn.Linear, torch.nn.Embedding) or linears.packed(module)
+        layer = type(module) in (torch.nn.Linear, torch.nn.Embedding) or linears.packed(module) is not None
         if weight is None or weight.dim() != 2 or layer or replaced(module):
             continue
         if weight.device.type == "cpu" and linears.usable(weight.dtype):

@@ -84,6 +84,26 @@ def tasks_of(items: Iterable[tuple[int, int, int, int]]) -> Tasks:
     )
 
 
+class Block(ctypes.Structure):
+    """A decoder layer for the kernel, as `decoder.c` lays it out."""
+
+    _fields_ = (
+        *[
+            (name, ctypes.c_int32)
+            for name in ("width", "inner", "queries", "heads", "head", "window", "chunk")
+        ],
+        *[(name, ctypes.c_float) for name in ("scale", "eps", "after_eps", "query_eps", "key_eps")],
+        *[(name, ctypes.c_void_p) for name in ("norm", "after", "query_norm", "key_norm")],
+        ("panels", ctypes.c_void_p * 7),
+        ("bias", ctypes.c_void_p * 7),
+    )
+
+    @property
+    def work(self) -> int:
+        """Numbers that the kernel keeps per token on the way."""
+        return 2 * (self.width + self.inner + (self.queries + self.heads) * self.head)
+
+
 class Kernel:
     """The built library, with its arguments checked."""
 
@@ -94,6 +114,7 @@ class Kernel:
         self._store = {t: _bound(library, f"store_{name}", _STORE) for t, name in TYPES.items()}
         self._rotate = {t: _bound(library, f"rotate_{name}", _ROTATE) for t, name in TYPES.items()}
         self._attend = {t: _bound(library, f"attend_{name}", _ATTEND) for t, name in TYPES.items()}
+        self._layer = {t: _bound(library, f"layer_{name}", _LAYER) for t, name in TYPES.items()}
         self._norm = {t: _bound(library, f"norm_{name}", _NORM) for t, name in TYPES.items()}
         self._silu = {
             t: _bound(library, f"silu_{name}", [_LONG, *[_POINTER] * 3]) for t, name in TYPES.items()
@@ -231,6 +252,53 @@ class Kernel:
         )
         return out
 
+    def layer(
+        self,
+        block: Block,
+        x: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        tasks: Tasks,
+        work: torch.Tensor,
+    ) -> torch.Tensor:
+        """A whole decoder layer of `x` `[T, width]`; `work` has room for `block.work` numbers per token."""
+        n, width = x.shape
+        turned = rotary[0].shape[1]
+        assert width == block.width
+        assert tasks.tokens == n
+        assert tasks.longest <= values.shape[2]
+        assert tasks.slots <= values.shape[0]
+        assert values.shape[1] == block.heads
+        assert values.shape[3] == block.head >= turned
+        assert work.numel() >= n * block.work
+        assert x.dtype == keys.dtype == work.dtype == rotary[0].dtype == rotary[1].dtype
+        assert x.is_contiguous()
+        assert rotary[0].is_contiguous()
+        assert rotary[1].is_contiguous()
+        threads = torch.get_num_threads()
+        stride = -(-tasks.longest // TILE) * TILE
+        scratch, out = torch.empty(threads * MAX_QUERIES * stride), torch.empty_like(x)
+        self._layer[x.dtype](
+            ctypes.addressof(block),
+            *tasks.pointers,
+            n,
+            turned,
+            x.data_ptr(),
+            rotary[0].data_ptr(),
+            rotary[1].data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            values.stride(0),
+            values.stride(1),
+            out.data_ptr(),
+            work.data_ptr(),
+            scratch.data_ptr(),
+            stride,
+            threads,
+        )
+        return out
+
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMS norm of `x` `[…, d]` with weights `[d]`, d a multiple of 16; both of one type."""
         width = x.shape[-1]
@@ -318,6 +386,7 @@ _ATTEND = [
     *[_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER, _INT, _INT],
 ]
 
+_LAYER = [_POINTER, *_TASKS, _INT, _INT, *[_POINTER] * 5, _LONG, _LONG, *[_POINTER] * 3, _INT, _INT]
 _NORM = [_INT, _INT, _FLOAT, _POINTER, _LONG, _POINTER, _POINTER]
 _LINEAR = [_INT, _INT, _INT, _POINTER, _LONG, *[_POINTER] * 3, _INT]
 _COLUMNS = {torch.float32: 48, torch.bfloat16: 32}

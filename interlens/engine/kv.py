@@ -97,6 +97,7 @@ class Slots(Cache):
         """What `attention` works out once for a pass."""
         self.asked: dict[int, tuple[float, Any, bool]] = {}
         """By layer: scale and sight that its module asked of attention, and whether it told its window."""
+        self._work: torch.Tensor | None = None
         self.unread: set[int] = set()
         """Layers that stored keys in this pass which attention has not read yet."""
 
@@ -153,6 +154,12 @@ class Slots(Cache):
         if layer not in self.stores:
             self.stores[layer] = self._allocate(key, value, self._tiles(key, value))
         return self.stores[layer]
+
+    def work(self, n: int, dtype: torch.dtype) -> torch.Tensor:
+        """Room for the numbers of one layer on their way; the next layer takes the same."""
+        if self._work is None or len(self._work) < n or self._work.dtype != dtype:
+            self._work = torch.empty(n, dtype=dtype)
+        return self._work
 
     # -- states of recurrent layers
 

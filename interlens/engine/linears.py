@@ -60,16 +60,23 @@ class Packed:
 
         `part` takes one matrix of a stack of them.
         """
-        if self.stamp != stamp_of(weight) or (
-            self.kernel is None and self.threads != torch.get_num_threads()
-        ):
+        if not self.fresh(weight):
             plain = weight.detach() if part is None else weight.detach()[part]
-            self._pack(plain.t().contiguous() if turned else plain)
-            self.stamp = stamp_of(weight)
+            self.pack(weight, plain.t().contiguous() if turned else plain)
         assert self.weight is not None
         if self.kernel is not None:
             return self.kernel.linear(x, self.weight, self.size, bias)
         return _product(x, self.weight, bias, self.rows)
+
+    def fresh(self, weight: torch.Tensor) -> bool:
+        """Whether what is packed is this weight as it is now."""
+        same = self.stamp == stamp_of(weight)
+        return same and (self.kernel is not None or self.threads == torch.get_num_threads())
+
+    def pack(self, weight: torch.Tensor, plain: torch.Tensor) -> None:
+        """Pack `plain` `[out, in]`, which is `weight` or a part of it."""
+        self._pack(plain)
+        self.stamp = stamp_of(weight)
 
     def _pack(self, weight: torch.Tensor) -> None:
         self.size, self.threads = len(weight), torch.get_num_threads()
@@ -113,9 +120,10 @@ def pack(model: torch.nn.Module) -> int:
     return count
 
 
-def packed(module: torch.nn.Module) -> bool:
-    """Whether a layer's product is a packed one inside the engine's step."""
-    return _PACKED in vars(module)
+def packed(module: torch.nn.Module) -> Packed | None:
+    """The packed product that is a layer's `forward` inside the engine's step."""
+    ours = getattr(vars(module).get("forward"), "func", None) is _forward
+    return vars(module).get(_PACKED) if ours else None
 
 
 def _packable(module: torch.nn.Module) -> bool:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from transformers.activations import SiLUActivation
 
-from interlens.engine import heads, linears
+from interlens.engine import decoder, heads, linears
 from interlens.engine.compiled import kernel_for
 from interlens.engine.kernel import TILE, Kernel
 from interlens.engine.switch import Switch, device_of, replace_forward, replaced, stock, switch_of
 
+_SILU = (torch.nn.SiLU, SiLUActivation)
 _TRIED: dict[Any, bool] = {}
 
 
@@ -44,8 +45,13 @@ def quicken(model: Any) -> int:
         elif fresh and (form := heads.form_of(module, kernel)) is not None:
             replace_forward(module, heads.forward, switch, form)
             count += 1
-        elif fresh and type(module) in (torch.nn.SiLU, SiLUActivation):
+        elif fresh and type(module) in _SILU:
             replace_forward(module, _silu, switch, kernel)
+            count += 1
+    for module in model.modules():
+        fresh = not replaced(module) and "forward" not in vars(module)
+        if fresh and decoder.of_that_form(module, _norm, _mlp):
+            replace_forward(module, decoder.forward, switch, decoder.Whole(module, _norm, _mlp))
             count += 1
     return count
 
@@ -81,7 +87,7 @@ def _gated(module: Any, kernel: Kernel) -> bool:
     if set(dict(module.named_children())) != _GATED or not isinstance(module.gate_proj, torch.nn.Linear):
         return False
     weight = module.gate_proj.weight
-    if type(module.act_fn) not in (torch.nn.SiLU, SiLUActivation) or not weight.is_cpu:
+    if type(module.act_fn) not in _SILU or not weight.is_cpu:
         return False
     key = (type(module), weight.shape, weight.dtype)
     if key not in _TRIED:
@@ -100,19 +106,36 @@ def _through(module: Any, kernel: Kernel, x: torch.Tensor) -> Any:
 
 def _mlp(module: Any, switch: Switch, kernel: Kernel, x: torch.Tensor) -> Any:
     act = module.act_fn
-    if switch.on and x.is_cpu and not (act._forward_hooks or act._forward_pre_hooks):
+    if (
+        switch.on
+        and not torch.is_grad_enabled()
+        and x.is_cpu
+        and type(act) in _SILU
+        and not (act._forward_hooks or act._forward_pre_hooks)
+    ):
         return _through(module, kernel, x)
     return stock(module)(x)
 
 
 def _norm(module: Any, switch: Switch, kernel: Kernel, hidden_states: torch.Tensor) -> Any:
     weight = module._parameters["weight"]
-    if switch.on and hidden_states.dtype == weight.dtype and hidden_states.is_cpu and weight.is_cpu:
+    if (
+        switch.on
+        and not torch.is_grad_enabled()
+        and hidden_states.dtype == weight.dtype
+        and hidden_states.is_cpu
+        and weight.is_cpu
+    ):
         return kernel.norm(hidden_states, weight, module.variance_epsilon)
     return stock(module)(hidden_states)
 
 
 def _silu(module: Any, switch: Switch, kernel: Kernel, input: torch.Tensor) -> Any:
-    if switch.on and input.is_cpu and input.dtype in (torch.float32, torch.bfloat16):
+    if (
+        switch.on
+        and not torch.is_grad_enabled()
+        and input.is_cpu
+        and input.dtype in (torch.float32, torch.bfloat16)
+    ):
         return kernel.silu(input)
     return stock(module)(input)

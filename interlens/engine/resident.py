@@ -34,7 +34,7 @@ class Resident:
         self._contents: list[int] | None = None
 
     def changed(self, *, thorough: bool) -> bool:
-        """Whether weights, modules or hooks are other than at the last call.
+        """Whether weights, modules, their forwards or hooks are other than at the last call.
 
         In passing, the versions and addresses of weights are compared. A thorough look reads every weight, at
         the cost of one decoding step, since an edit through `.data` leaves no other mark.
@@ -62,7 +62,8 @@ class Resident:
         hooks = [k for found in self._hooks if found for k, f in found.items() if not _theirs(f)]
         self.hooked = bool(hooks) or torch.nn.modules.module._has_any_global_hook()
         weights = [linears.stamp_of(p) for d in self._weights for p in d.values() if p is not None]
-        return weights, [id(c) for d in self._children for c in d.values()], hooks, self.hooked
+        children = [id(c) for d in self._children for c in d.values()]
+        return weights, children, [m.__dict__.get("forward") for m in self._modules], hooks, self.hooked
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:

@@ -183,7 +183,7 @@ def linears_exact(model: Any) -> bool:
     shapes: set[tuple[type, torch.Size]] = set()
     module: Any
     for module in model.modules():
-        if not linears.packed(module):
+        if linears.packed(module) is None:
             if type(module) in (torch.nn.Linear, Conv1D):
                 return False  # torch's own product gives a row other bits beside other rows
             continue

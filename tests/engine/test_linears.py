@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from interlens.engine import linears
+from interlens.engine import linears, quick
 from interlens.engine.batch import Engine
 from interlens.engine.tiny import tiny_model
 from tests.engine.driving import drive, packed_tiny, prompt, row
@@ -118,7 +118,7 @@ def test_a_packed_model_that_has_run_can_be_copied_and_stored(how):
     else:
         other = tiny_model(seed=1)
         assert other.load_state_dict(model.state_dict()).missing_keys == []
-        linears.pack(other)
+        quick.equip(other)
     assert drive(Engine(other), [request])[0].same_bits(expected)
     with torch.no_grad():
         other.lm_head.weight.zero_()
