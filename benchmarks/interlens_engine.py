@@ -11,7 +11,7 @@ from workloads import Conversation, History, advance
 from interlens.backends.huggingface import HuggingFaceBackend
 from interlens.engine.batch import Engine
 from interlens.engine.rows import RowRequest
-from interlens.interp.capture import RowPlan
+from interlens.interp.plan import RowPlan
 from interlens.request import SamplingParams
 from interlens.seeds import uniform
 

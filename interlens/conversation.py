@@ -16,8 +16,10 @@ from interlens.chat.view import View
 from interlens.dialogue import Dialogue, Tap
 from interlens.errors import nearest
 from interlens.interp.capture import Activations, Capture
+from interlens.interp.edits import Edit, edits_of
+from interlens.interp.tracing import trace
 from interlens.message import Message, sound
-from interlens.models import SAMPLING, AutoModelParticipant
+from interlens.models import SAMPLING, AutoModelParticipant, ModelParticipant
 from interlens.participants import Participant
 from interlens.program import Options
 from interlens.recipe import Hooked, Mode, Recipe
@@ -201,10 +203,12 @@ class Conversation(Dialogue):
         return self._with(analyzers=pairs)
 
     def hook(self, *what: Any, speaker: str | None = None, turns: Any = None) -> "Conversation":
-        """Attach captures to the turns of a speaker; `turns` counts speaking turns."""
+        """Attach captures and edits to the turns of a speaker; `turns` counts speaking turns."""
         for item in what:
-            if not isinstance(item, Capture):
-                raise TypeError(f"hook takes Capture(...); got {item!r}")
+            if not isinstance(item, Capture | Edit):
+                raise TypeError(
+                    f"hook takes Capture(...), Steer(...), Ablate(...) or Patch(...); got {item!r}"
+                )
         added = tuple(Hooked(item, speaker, turns) for item in what)
         return self._with(hooks=(*self.recipe.hooks, *added))
 
@@ -253,13 +257,16 @@ class Conversation(Dialogue):
         speaker: Any,
         *,
         capture: Capture | Sequence[Capture] | None = None,
+        steer: Edit | Sequence[Edit] | None = None,
+        patch: Edit | Sequence[Edit] | None = None,
         logprobs: bool | int = False,
         max_new_tokens: int | None = None,
         **settings: Any,
     ) -> Message | None:
         """One committed turn; `None` if a hook denied it. Sampling settings hold for this turn only."""
         self._ready()
-        options = _options(capture, logprobs, max_new_tokens, settings)
+        given = {"capture": capture, "steer": steer, "patch": patch, "logprobs": logprobs}
+        options = _options(given | {"max_new_tokens": max_new_tokens} | settings)
         asking = program.take(self, self.participant(speaker), "turn/0", options)
         return scheduler().ask(asking)
 
@@ -277,15 +284,12 @@ class Conversation(Dialogue):
         *,
         as_author: str | None = None,
         n: int | None = None,
-        capture: Capture | Sequence[Capture] | None = None,
-        logprobs: bool | int = False,
-        max_new_tokens: int | None = None,
-        **settings: Any,
+        **options: Any,
     ) -> Any:
         """A reply that is not committed: a message; a list with `n`; a dict for several speakers.
 
         `message` is said before it by `as_author` (the moderator), and is not committed either. Successive
-        calls give successive draws.
+        calls give successive draws. The options are those of `step`.
         """
         self._ready()
         several = isinstance(speaker, list | tuple)
@@ -293,20 +297,15 @@ class Conversation(Dialogue):
         if n is not None and n < 1:
             raise ValueError(f"n is a number of samples, at least 1; got {n}")
         extra = Message(as_author or self.recipe.moderator_name, message) if message is not None else None
-        options = _options(capture, logprobs, max_new_tokens, settings)
-        found = scheduler().ask(program.sample(self, people, n or 1, extra, options))
+        chosen = _options(options)
+        found = scheduler().ask(program.sample(self, people, n or 1, extra, chosen))
         shaped = [replies if n is not None else replies[0] for replies in found]
         return dict(zip((p.name for p in people), shaped, strict=True)) if several else shaped[0]
 
     def stream(self, speaker: Any, **options: Any) -> Iterator[str]:
         """The same turn as `step`, as pieces of text; closing the generator cancels the turn."""
         self._ready()
-        chosen = _options(
-            options.pop("capture", None),
-            options.pop("logprobs", False),
-            options.pop("max_new_tokens", None),
-            options,
-        )
+        chosen = _options(options)
         return _pieces(program.take(self, self.participant(speaker), "turn/0", chosen))
 
     # -- inside
@@ -321,6 +320,32 @@ class Conversation(Dialogue):
             yield tap.caught
         finally:
             self.taps.remove(tap)
+
+    def trace(self, speaker: Any, turn: int = -1, *, edits: bool = True, grad: bool = False) -> Any:
+        """An nnsight tracer over exactly the ids that a participant saw and said in one of its turns.
+
+        `turn` counts the speaking turns of the conversation, negative from the last of this speaker's. The
+        turn's edits are made again unless `edits=False`; `grad=True` keeps gradients. `tracer.nn` is the
+        wrapped model: `with conv.trace("bob") as t: h = t.nn.model.layers[12].output.save()`. Limits are
+        nnsight's: the body on lines of its own, modules in the order in which they run, one trace at a time.
+        """
+        who = self.participant(speaker)
+        message = self._spoken(who.name, turn)
+        if not isinstance(who, ModelParticipant) or message.prompt_ids is None:
+            raise TypeError(f"{who.name} is answered by {type(who).__name__}, which has no module to trace")
+        ids = (*message.prompt_ids, *(message.token_ids or ()))
+        return trace(who.resident, ids, message.edited if edits else None, grad=grad)
+
+    def _spoken(self, name: str, turn: int) -> Message:
+        """The message of a participant's turn."""
+        own = [m for m in self._transcript if m.author == name]
+        found = (
+            own[turn : turn + 1 or None] if turn < 0 else [m for m in own if m.metadata.get("turn") == turn]
+        )
+        if not found:
+            turns = [m.metadata.get("turn") for m in own]
+            raise LookupError(f"{name} has no turn {turn}; it spoke in the turns {turns}")
+        return found[0]
 
     def view(self, pov: Any) -> View:
         """Exactly what a participant would be given if it spoke now; loads a tokenizer, never weights."""
@@ -427,16 +452,23 @@ def restorer(stored: list[dict[str, Any]], trust: bool) -> Any:
     return rollouts.restorer(Conversation, stored, trust)
 
 
-def _options(capture: Any, logprobs: bool | int, cap: int | None, settings: Mapping[str, Any]) -> Options:
+def _options(given: Mapping[str, Any]) -> Options:
+    """What `step` takes beside the speaker, read and checked."""
+    names = ("capture", "steer", "patch", "logprobs", "max_new_tokens")
+    settings = {name: value for name, value in given.items() if name not in names}
     for name in settings:
         if name not in SAMPLING:
-            known = [*SAMPLING, "capture", "logprobs", "max_new_tokens"]
-            raise TypeError(f"a turn takes no {name!r}: {nearest(name, known)}")
-    captures = () if capture is None else (capture,) if isinstance(capture, Capture) else tuple(capture)
-    wanted = None if logprobs is False else 0 if logprobs is True else int(logprobs)
+            raise TypeError(f"a turn takes no {name!r}: {nearest(name, [*SAMPLING, *names])}")
+    capture, logprobs, cap = given.get("capture"), given.get("logprobs", False), given.get("max_new_tokens")
     if cap is not None and cap < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {cap}")
-    return Options(captures=captures, logprobs=wanted, cap=cap, settings=dict(settings))
+    return Options(
+        captures=() if capture is None else (capture,) if isinstance(capture, Capture) else tuple(capture),
+        edits=edits_of(given.get("steer"), given.get("patch")),
+        logprobs=None if logprobs is False else 0 if logprobs is True else int(logprobs),
+        cap=cap,
+        settings=settings,
+    )
 
 
 def _pieces(asking: Any) -> Iterator[str]:

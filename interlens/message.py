@@ -68,6 +68,8 @@ class Message:
     prompt: Prompt | None = field(default=None, kw_only=True, repr=False)
     activations: Any = field(default=None, kw_only=True, repr=False)
     """What the turn captured, where something was; tensors live here, never in the metadata."""
+    edited: Any = field(default=None, kw_only=True, repr=False)
+    """What was edited while it was made, where something was (`interp.plan.Edited`)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.author, str) or not self.author:
@@ -85,6 +87,8 @@ class Message:
     def identity(self) -> tuple[object, ...]:
         """What makes two messages the same: author, content, ids and the metadata that is not volatile."""
         stable = {k: v for k, v in self.metadata.items() if k not in VOLATILE}
+        if receipts := stable.pop("receipts", None):
+            stable["receipts"] = [lasting(r) for r in receipts if r.get("kind") != "recomputed"]
         return self.author, self.content, self.token_ids, repr(sorted(tagged(stable).items()))
 
     def __eq__(self, other: object) -> bool:
@@ -100,6 +104,11 @@ class Message:
     def with_(self, **changes: Any) -> "Message":
         """The same message with some fields changed."""
         return replace(self, **changes)
+
+
+def lasting(receipt: Mapping[str, Any]) -> dict[str, Any]:
+    """A receipt without what depends on which keys were still there: how many positions were run again."""
+    return {k: v for k, v in receipt.items() if k not in ("run", "moved")}
 
 
 def sound(text: str) -> str:

@@ -17,7 +17,9 @@ from interlens.chat.template import Block, ChatTemplate, Thinking
 from interlens.chat.view import Entry, Reading, View, compose, trail_blocks
 from interlens.engine import load
 from interlens.errors import nearest
-from interlens.interp.capture import Capture, plan_of
+from interlens.interp.capture import Capture
+from interlens.interp.edits import Edit, edits_of
+from interlens.interp.plan import Edited, RowPlan, plan_of
 from interlens.participants import Participant, Reply, Turn, fitted
 from interlens.request import Backend, BackendSpec, Call, Completion, Generate, SamplingParams, digest_of
 from interlens.runner.scheduler import scheduler
@@ -210,9 +212,10 @@ class ModelParticipant(Participant):
         view = self.compose(turn, entries)
         trail: list[Mapping[str, Any]] = []
         used = 0
+        past = turn.past
         while True:
             path = f"{turn.path}/tool/{len(trail)}" if trail else turn.path
-            request = self._request(turn, view, cap - used, path)
+            request = self._request(replace(turn, past=past), view, cap - used, path)
             done: Completion = yield request
             used += done.n_tokens
             start = spoken.split_reply(done, view).start
@@ -230,6 +233,9 @@ class ModelParticipant(Participant):
                 for i, c in enumerate(calls)
             ]
             trail.append(step)
+            if isinstance(request.plan, RowPlan):
+                ended = done.finish == "eos"
+                past = Edited.of(request.plan, turn.turn, view.ids, done.token_ids, ended)
             place = {"turn": turn.turn, "speaker": self.name}
             blocks = [b for s in trail for b in trail_blocks(s, self.reading(turn), **place)]
             view = self.compose(turn, entries, trail=blocks)
@@ -264,13 +270,7 @@ class ModelParticipant(Participant):
 
     def _request(self, turn: Turn, view: View, cap: int, path: str) -> Generate:
         stream = turn.stream.at(own=self.seed, purpose=f"{turn.stream.purpose}{path[len(turn.path) :]}")
-        plan = None
-        if turn.captures:
-            if self.n_layers is None:
-                raise ValueError(
-                    f"a capture was asked of {self.name}, whose backend has no layers; use a local model"
-                )
-            plan = plan_of(turn.captures, view, self.n_layers, turn.turn)
+        plan = self._plan(turn.captures, turn.edits, view, turn.turn, turn.past)
         template = self.template
         return Generate(
             backend=self.backend,
@@ -287,6 +287,24 @@ class ModelParticipant(Participant):
             exclusive=not turn.batched,
             kv_reuse=self.kv_reuse is not False,
         )
+
+    def _plan(
+        self,
+        captures: Sequence[Capture],
+        edits: Sequence[Edit],
+        view: View,
+        turn: int,
+        past: Edited | None = None,
+    ) -> RowPlan | None:
+        if not captures and not edits and past is None:
+            return None
+        if self.n_layers is None:
+            asked = "an edit" if edits else "a capture"
+            raise ValueError(
+                f"{asked} was asked of {self.name}, whose backend has no layers; use a local model"
+            )
+        widths = self.resident.widths if edits else None
+        return plan_of(captures, view, self.n_layers, turn, edits=edits, past=past, widths=widths)
 
     def _step(self, done: Completion, calls: Sequence[calling.ToolCall], start: int) -> dict[str, Any]:
         ids = list(done.token_ids)
@@ -308,22 +326,26 @@ class ModelParticipant(Participant):
         *,
         capture: Capture | Sequence[Capture] | None = None,
         edits: Any = None,
-        logits: bool = False,
+        logits: bool | Literal["last"] = False,
     ) -> Any:
-        """One pass over raw texts or ids, no sampling: log-probabilities, activations, logits if asked.
+        """One pass over raw texts or ids, no sampling: log-probabilities, activations, logits if asked (those
+        of the last position alone are `"last"`). `edits` is one list for all prompts, or a list for each.
 
         A single prompt gives one `Forwarded`, a list gives a list. Strings are tokenised as the tokenizer
         does by itself (with BOS where it puts one), ids are used as they are.
         """
-        if edits is not None:
-            raise ValueError("edits are not available in forward; leave edits out")
         views, single = rawtext.views(prompts, self.tokenizer, self.name)
         captures = tuple([capture] if isinstance(capture, Capture) else capture or ())
-        if captures and self.n_layers is None:
+        each = [edits] * len(views) if edits is None or isinstance(edits, Edit) else list(edits)
+        if not any(isinstance(e, list | tuple) for e in each) and edits is not None:
+            each = [each] * len(views)
+        if len(each) != len(views):
             raise ValueError(
-                f"a capture was asked of {self.name}, whose backend has no layers; use a local model"
+                f"{len(views)} prompts and {len(each)} lists of edits: give one list, or one each"
             )
-        out = scheduler().ask(rawtext.forward(self.backend, views, captures, self.n_layers or 0, logits))
+        plans = [self._plan(captures, edits_of(own), view, 0) for view, own in zip(views, each, strict=True)]
+        asking = rawtext.forward(self.backend, views, plans, captures, self.n_layers or 0, logits)
+        out = scheduler().ask(asking)
         return out[0] if single else out
 
     def complete(

@@ -16,6 +16,8 @@ from interlens.chat.reasoning import Visibility
 from interlens.chat.view import ContextItem, Entry, Reading, View, compose
 from interlens.errors import ParticipantError
 from interlens.interp.capture import Capture
+from interlens.interp.edits import Edit
+from interlens.interp.plan import Edited
 from interlens.message import Message
 from interlens.request import Call, Completion, Generate, SamplingParams
 from interlens.runner.programs import together
@@ -49,6 +51,9 @@ class Turn:
     cap: int | None = None
     """Tokens this turn may generate at most, beside the participant's own cap."""
     captures: tuple[Capture, ...] = ()
+    edits: tuple[Edit, ...] = ()
+    past: Edited | None = None
+    """What was edited in this speaker's last turn: its memory of it."""
     logprobs: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Sampling settings of this turn only."""
@@ -292,10 +297,13 @@ class ScriptedParticipant(Participant):
 
 def refuse_interp(participant: Participant, turn: Turn) -> None:
     """Raise where captures or logprobs are asked of somebody who has no forward pass."""
-    if turn.captures or turn.logprobs is not None or turn.settings:
-        asked = (
-            "a capture" if turn.captures else "logprobs" if turn.logprobs is not None else "sampling settings"
-        )
+    asks = {
+        "a capture": turn.captures,
+        "an edit": turn.edits,
+        "logprobs": turn.logprobs is not None,
+        "sampling settings": turn.settings,
+    }
+    if asked := next((name for name, given in asks.items() if given), None):
         raise ValueError(
             f"{asked} was asked of {participant!r}, which has no model; only a local model can do that"
         )
@@ -339,6 +347,8 @@ def _asker(turn: Turn) -> Callable[[Any, str], Generator[Any, Any, str]]:
             entries=(question,),
             path=path,
             captures=(),
+            edits=(),
+            past=None,
             logprobs=None,
             policy=Refuse(),
             settings={},

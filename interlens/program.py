@@ -15,6 +15,7 @@ from interlens.dialogue import Dialogue, edited
 from interlens.errors import ContextOverflow, ParticipantError
 from interlens.hooks import Review, reviewer, run_review
 from interlens.interp.capture import Capture
+from interlens.interp.edits import Edit
 from interlens.message import Message
 from interlens.participants import Participant, Turn, fitted
 from interlens.request import Call
@@ -28,6 +29,7 @@ class Options:
     """What one turn is asked to do beside the recipe."""
 
     captures: tuple[Capture, ...] = ()
+    edits: tuple[Edit, ...] = ()
     logprobs: int | None = None
     cap: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -149,8 +151,10 @@ def situation(
     if extra is not None:
         entries.append(Entry(extra, len(entries), None))
     authors = names | {e.message.author for e in entries} - {recipe.moderator_name}
-    captures = [h.what for h in recipe.hooks if h.applies(speaker.name, conv.n_turns)]
-    captures += [tap.capture for tap in conv.taps]
+    hooked = [h.what for h in recipe.hooks if h.applies(speaker.name, conv.n_turns)]
+    captures = [h for h in hooked if isinstance(h, Capture)] + [tap.capture for tap in conv.taps]
+    edits = [h for h in hooked if isinstance(h, Edit)]
+    last = next((e.message for e in reversed(entries) if e.message.author == speaker.name), None)
     return Turn(
         entries=tuple(entries),
         turn=conv.n_turns,
@@ -168,6 +172,8 @@ def situation(
         memory=conv.memory,
         cap=options.cap,
         captures=(*options.captures, *captures),
+        edits=(*edits, *options.edits),
+        past=last.edited if last is not None else None,
         logprobs=options.logprobs,
         settings=options.settings,
         batched=conv.batched,

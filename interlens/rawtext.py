@@ -3,11 +3,12 @@
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from interlens.chat.spans import Segment
 from interlens.chat.view import View
-from interlens.interp.capture import Activations, Capture, cut, plan_of
+from interlens.interp.capture import Activations, Capture
+from interlens.interp.plan import RowPlan, cut
 from interlens.request import Backend, BackendSpec, Completion, Forward, Generate
 
 
@@ -17,20 +18,29 @@ class Forwarded:
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """log p(token | tokens before it), for positions 1 to the last."""
+    """log p(token | tokens before it), for positions 1 to the last; empty where only the last logits were
+    asked for.
+    """
     activations: Activations
     logits: Any = None
-    """`[positions, vocabulary]` float32, where asked."""
+    """`[positions, vocabulary]` float32, where asked; of the last position alone `[1, vocabulary]`."""
 
     @classmethod
     def of(
-        cls, view: View, done: Completion, captures: Sequence[Capture], n_layers: int, keep: bool
+        cls,
+        view: View,
+        done: Completion,
+        captures: Sequence[Capture],
+        n_layers: int,
+        keep: bool | Literal["last"],
     ) -> "Forwarded":
         """Read one completion."""
         import torch
 
-        logp = torch.log_softmax(done.logits[:-1], -1)
-        chosen = logp.gather(1, torch.tensor(view.ids[1:], dtype=torch.long)[:, None])[:, 0]
+        chosen = torch.empty(0)
+        if keep != "last":
+            logp = torch.log_softmax(done.logits[:-1], -1)
+            chosen = logp.gather(1, torch.tensor(view.ids[1:], dtype=torch.long)[:, None])[:, 0]
         acts = cut(captures, done.captures, view, 0, 0, n_layers)[0] if captures and done.captures else []
         return cls(
             ids=view.ids,
@@ -54,7 +64,9 @@ def views(prompts: Any, tokenizer: Any, name: str) -> tuple[list[View], bool]:
     for prompt in [prompts] if single else prompts:
         ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
         text = prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt))
-        segment = Segment(text=text, ids=tuple(int(i) for i in ids), role="user", part="content")
+        segment = Segment(
+            text=text, ids=tuple(int(i) for i in ids), role="user", part="content", tokenizer=tokenizer
+        )
         out.append(View(name, ({"role": "user", "content": text},), (segment,)))
     if not out:
         raise ValueError("at least one prompt is needed, got none")
@@ -64,9 +76,10 @@ def views(prompts: Any, tokenizer: Any, name: str) -> tuple[list[View], bool]:
 def forward(
     backend: BackendSpec | Backend,
     views: Sequence[View],
+    plans: Sequence[RowPlan | None],
     captures: tuple[Capture, ...],
     n_layers: int,
-    logits: bool,
+    logits: bool | Literal["last"],
 ) -> Generator[Any, Any, list[Forwarded]]:
     """Ask for one pass over each view."""
     results: list[Completion] = yield [
@@ -75,10 +88,10 @@ def forward(
             prompt=view,
             path=f"forward/{i}",
             logits=logits,
-            logprobs=True,
-            plan=plan_of(captures, view, n_layers, 0),
+            logprobs=logits != "last",
+            plan=plan,
         )
-        for i, view in enumerate(views)
+        for i, (view, plan) in enumerate(zip(views, plans, strict=True))
     ]
     return [Forwarded.of(v, r, captures, n_layers, logits) for v, r in zip(views, results, strict=True)]
 

@@ -13,6 +13,7 @@ from interlens.chat.reasoning import Visibility
 from interlens.errors import nearest
 from interlens.hooks import reviewer
 from interlens.interp.capture import Capture
+from interlens.interp.edits import Edit
 from interlens.participants import HumanParticipant, Participant
 from interlens.runner.analyzers import Analyzer, named_analyzers
 from interlens.speakers import RoundRobin
@@ -29,9 +30,9 @@ class ExecutionMode:
 
 @dataclass(frozen=True, slots=True)
 class Hooked:
-    """A capture (or, later, an edit) that a recipe carries, and whose turns it applies to."""
+    """A capture or an edit that a recipe carries, and whose turns it applies to."""
 
-    what: Capture
+    what: Capture | Edit
     speaker: str | None = None
     """`None` is everybody."""
     turns: slice | int | None = None
@@ -48,7 +49,8 @@ class Hooked:
 
     def describe(self) -> Any:
         turns = repr(self.turns)
-        return {"capture": self.what.describe(), "speaker": self.speaker, "turns": turns}
+        kind = "capture" if isinstance(self.what, Capture) else "edit"
+        return {kind: self.what.describe(), "speaker": self.speaker, "turns": turns}
 
 
 @dataclass(frozen=True, kw_only=True)

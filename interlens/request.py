@@ -177,8 +177,8 @@ class Forward:
     backend: "BackendSpec | Backend"
     prompt: PromptLike
     path: str = "forward/0"
-    logits: bool = False
-    """Keep the logits of every position, `[positions, vocabulary]` in float32."""
+    logits: bool | Literal["last"] = False
+    """Keep the logits of every position, `[positions, vocabulary]` in float32, or of the last alone."""
     logprobs: bool = False
     """Keep log p(token | tokens before it) for positions 1…, in float32."""
     plan: PlanLike | None = None

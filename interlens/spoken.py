@@ -12,7 +12,8 @@ from typing import Any
 
 from interlens.chat import reasoning
 from interlens.chat.view import Entry, View
-from interlens.interp.capture import Activations, cut
+from interlens.interp.capture import Activations
+from interlens.interp.plan import Edited, RowPlan, cut
 from interlens.message import Message, Prompt
 from interlens.participants import Turn
 from interlens.request import Completion, Generate
@@ -50,6 +51,7 @@ def message_of(done: Completion, request: Generate, view: View, turn: Turn, who:
         if (value := getattr(done, name)) is not None:
             meta[name] = value
     acts = None
+    receipts: list[Any] = []
     if turn.captures and done.captures is not None and who.n_layers is not None:
         items, receipts = cut(
             turn.captures,
@@ -62,9 +64,19 @@ def message_of(done: Completion, request: Generate, view: View, turn: Turn, who:
             ended=done.finish == "eos",
         )
         acts = Activations(items)
-        meta["receipts"] = [*receipts, *done.receipts]
-    ids = done.token_ids or None
-    return Message(who.name, done.text[parted.start :], token_ids=ids, metadata=meta, activations=acts)
+    if receipts := [*receipts, *done.receipts]:
+        meta["receipts"] = receipts
+    edited = None
+    if isinstance(request.plan, RowPlan):
+        edited = Edited.of(request.plan, turn.turn, view.ids, done.token_ids, done.finish == "eos")
+    return Message(
+        who.name,
+        done.text[parted.start :],
+        token_ids=done.token_ids or None,
+        metadata=meta,
+        activations=acts,
+        edited=edited,
+    )
 
 
 def split_reply(done: Completion, view: View) -> reasoning.Split:

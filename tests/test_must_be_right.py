@@ -18,7 +18,7 @@ from interlens import (
     dataset_field,
 )
 from interlens.engine.load import tiny
-from interlens.interp.capture import RowPlan
+from interlens.interp.plan import RowPlan
 from interlens.request import Generate, SamplingParams
 from interlens.runner.batched import co_step, schedule_signature
 
@@ -370,5 +370,5 @@ def test_a_capture_beside_a_prefill_is_refused():
         prefill="Well",
         plan=RowPlan(captures=(("resid_post", 0),), generated=True),
     )
-    with pytest.raises(ValueError, match="cannot be asked for together"):
+    with pytest.raises(ValueError, match="cannot be asked for with a prefill"):
         backend.submit(request)

@@ -13,7 +13,8 @@ from interlens.engine.rows import RowRequest
 from interlens.engine.selftest import examine
 from interlens.engine.slow import engine_for
 from interlens.errors import nearest
-from interlens.interp.sites import SITES
+from interlens.interp.edits import Widths
+from interlens.interp.sites import FROM_ENGINE, READ_ONLY, SITES, Tap
 from interlens.request import BackendSpec, Capabilities, Completion, Forward, Generate, Ticket
 from interlens.seeds import uniform
 
@@ -64,6 +65,7 @@ class HuggingFaceBackend:
         )
         self.capabilities = Capabilities(
             capture=True,
+            steer=True,
             logprobs=True,
             prefill=True,
             tools=True,
@@ -106,7 +108,8 @@ class HuggingFaceBackend:
             row = RowRequest(
                 ids=ids,
                 plan=request.plan,  # type: ignore[arg-type]
-                all_logits=request.logits or request.logprobs,
+                all_logits=request.logits is True or request.logprobs,
+                last_logits=request.logits == "last",
                 exclusive=request.exclusive,
                 priority=priority,
             )
@@ -143,19 +146,46 @@ class HuggingFaceBackend:
                 f"the prompt has {len(ids)} tokens; {self.name} reads {self.context_limit}"
                 f"{', the reply included' if limit < self.context_limit else ''}: shorten it"
             )
-        for site, layer in getattr(plan, "captures", ()):
-            if site not in SITES:
-                raise ValueError(f"site {site!r} cannot be captured; {nearest(site, SITES)}")
-            if not 0 <= layer < self.n_layers:
-                raise ValueError(
-                    f'site "{site}.{layer}" is not in {self.name}: '
-                    f"it has {self.n_layers} layers (0-{self.n_layers - 1})"
-                )
+        for _, site, layer in plan.kept if plan is not None else ():
+            self._check_address(site, layer)
+        for edit in plan.edits if plan is not None else ():
+            self._check_address(*edit.address)
+            if edit.site in READ_ONLY:
+                raise ValueError(f"{edit.site} can be captured and not edited")
+            edit.change.check(self.widths(*edit.address).d, f"{edit.site}.{edit.layer} of {self.name}")
+
+    def _check_address(self, site: str, layer: int) -> None:
+        if site not in SITES:
+            raise ValueError(f"there is no site {site!r}; {nearest(site, SITES)}")
+        if not 0 <= layer < self.n_layers:
+            raise ValueError(
+                f'site "{site}.{layer}" is not in {self.name}: '
+                f"it has {self.n_layers} layers (0-{self.n_layers - 1})"
+            )
+        if site not in FROM_ENGINE:
+            self.tap(site, layer)
+        elif site == "attn_pattern" and not self.verdict.fits:
+            raise ValueError(f"attn_pattern is not there: {self.name} runs with its own attention")
+
+    def tap(self, site: str, layer: int) -> Tap:
+        """Where a site is in the module; found by one short pass at the first question."""
+        with self.lock:
+            return self.engine.sites.tap(site, layer)
+
+    def widths(self, site: str, layer: int) -> Widths:
+        """How many numbers a site has per token, and in a head."""
+        width = self.tap(site, layer).width
+        config = self.model.config.get_text_config(decoder=True)
+        heads = getattr(config, "num_attention_heads", 0) or 0
+        if site in ("k", "v"):
+            heads = getattr(config, "num_key_value_heads", None) or heads
+        parted = site in ("q", "k", "v", "z") and heads and width % heads == 0
+        return Widths(width, width // heads if parted else None)
 
     def _check_settings(self, request: Generate) -> None:
         if request.plan is not None and request.prefill:
             raise ValueError(
-                "a capture and a prefill cannot be asked for together: whose words the prefill is, is open"
+                "captures and edits cannot be asked for with a prefill: whose words the prefill is, is open"
             )
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")

@@ -4,9 +4,10 @@ The segments of a view add up to the whole sequence: every token belongs to exac
 words it holds, in which turn, in which part of the message, and whether the reader's own model sampled it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 Part = Literal["header", "content", "footer", "scaffold"]
@@ -31,6 +32,45 @@ class Segment:
     """Sampled by the model that reads this view."""
     channel: Channel | None = None
     """Set on content that a model sampled."""
+    tokenizer: Any = field(default=None, repr=False, compare=False)
+    """What made the ids, so that words can be found among them."""
+
+    def ends(self) -> list[int]:
+        """For each token, the character after its last; a part of a character ends with the whole."""
+        if self.tokenizer is None:
+            raise ValueError(
+                f"words cannot be found in {self.text[:40]!r}: it is not known how it was tokenised"
+            )
+
+        def decoded(n: int) -> str:
+            text: str = self.tokenizer.decode(
+                list(self.ids[:n]), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            return text
+
+        whole = decoded(len(self.ids))
+        shift = self.text.find(whole)
+        if shift < 0 and self.text.strip():
+            shift = -whole.find(self.text.strip())  # the decoder adds or drops a space
+        ends: list[int] = []
+        for n in range(1, len(self.ids) + 1):
+            ends.append(len(decoded(n).rstrip("\ufffd")) + shift)
+        for i in range(len(ends) - 2, -1, -1):
+            if ends[i] <= (ends[i - 1] if i else shift):
+                ends[i] = ends[i + 1]
+        return ends
+
+    def holding(self, pattern: re.Pattern[str]) -> list[bool]:
+        """For each token, whether it holds a character of a match."""
+        found = [m.span() for m in pattern.finditer(self.text) if m.group()]
+        if not found:
+            return [False] * len(self.ids)
+        ends = self.ends()
+        starts = [0, *ends[:-1]]
+        for i in range(1, len(starts)):
+            if ends[i] == ends[i - 1]:
+                starts[i] = starts[i - 1]
+        return [any(a < y and x < b for x, y in found) for a, b in zip(starts, ends, strict=True)]
 
 
 class SpanLike:
@@ -84,6 +124,8 @@ class Span(SpanLike):
     phase: Literal["prompt", "generated"] | None = None
     """`generated`: in a capture or edit, sampled in this turn; in a view, sampled by the reader."""
     who: Literal["self", "others"] | None = None
+    text: str | re.Pattern[str] | None = None
+    """Tokens that hold these words, or a match of a regular expression, within one part of a message."""
     first: int | None = None
     """Of the positions that match the other fields, the first n."""
     last: int | None = None
@@ -101,6 +143,10 @@ class Span(SpanLike):
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ValueError(f"{name} of a Span is one of {', '.join(allowed)}; got {value!r}")
+        if not (self.text is None or isinstance(self.text, re.Pattern) or _words(self.text)):
+            raise ValueError(
+                f"text of a Span is some words or a compiled regular expression; got {self.text!r}"
+            )
         for name in ("first", "last"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -108,13 +154,19 @@ class Span(SpanLike):
 
     def mask(self, segments: Sequence[Segment], pov: str) -> list[bool]:
         n_turns = 1 + max((s.turn for s in segments if s.turn is not None), default=-1)
-        out = [m for s in segments for m in [self._holds(s, pov, n_turns)] * len(s.ids)]
+        out = [m for s in segments for m in self._tokens(s, pov, n_turns)]
         chosen = [i for i, m in enumerate(out) if m]
         if self.first is not None or self.last is not None:
             keep = set(chosen[: self.first] if self.first is not None else chosen)
             keep &= set(chosen[-self.last :] if self.last is not None else chosen)
             out = [i in keep for i in range(len(out))]
         return out
+
+    def _tokens(self, s: Segment, pov: str, n_turns: int) -> list[bool]:
+        """One truth value per token of a segment."""
+        if not self._holds(s, pov, n_turns) or self.text is None:
+            return [self._holds(s, pov, n_turns)] * len(s.ids)
+        return s.holding(re.compile(re.escape(self.text)) if isinstance(self.text, str) else self.text)
 
     def _holds(self, s: Segment, pov: str, n_turns: int) -> bool:
         if self.turn is not None and not self._in_turn(s.turn, n_turns):
@@ -133,3 +185,37 @@ class Span(SpanLike):
             return turn in range(*self.turn.indices(n_turns))
         wanted = (self.turn,) if isinstance(self.turn, int) else self.turn or ()
         return turn in {t + n_turns if t < 0 else t for t in wanted}
+
+
+def _words(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+@dataclass(frozen=True, slots=True)
+class At(SpanLike):
+    """Positions by number: from 0, and negative ones from the end of the prompt."""
+
+    at: tuple[int, ...]
+
+    def mask(self, segments: Sequence[Segment], pov: str) -> list[bool]:
+        total = sum(len(s.ids) for s in segments)
+        size = total
+        for s in reversed(segments):
+            if not s.generated:
+                break
+            size -= len(s.ids)
+        for n in self.at:
+            if not -size <= n < size:
+                raise ValueError(f"position {n} is not in this prompt: it has {size} tokens")
+        chosen = {n % size for n in self.at}
+        return [i in chosen for i in range(total)]
+
+
+def as_span(value: Any) -> SpanLike | None:
+    """A span from what a user may give for one: a span, positions, or nothing."""
+    if value is None or isinstance(value, SpanLike):
+        return value
+    items = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, Iterable) else ()
+    if not items or not all(isinstance(n, int) and not isinstance(n, bool) for n in items):
+        raise TypeError(f"a span is Span(...), a position or several of them; got {value!r}")
+    return At(items)

@@ -64,7 +64,7 @@ class Encoder:
         for draft, ids in zip(drafts, self._ids(drafts, None), strict=True):
             text += draft.segment.text
             if ids:
-                out.append(replace(draft.segment, text=text, ids=tuple(ids)))
+                out.append(replace(draft.segment, text=text, ids=tuple(ids), tokenizer=self.tokenizer))
                 text = ""
         if text and out:
             out[-1] = replace(out[-1], text=out[-1].text + text)

@@ -240,6 +240,8 @@ def attend(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     slots.asked[mark.layer] = scale, sight, told is not _UNSAID
     store = slots.stores[mark.layer]
+    if mark.layer in slots.patterns:
+        look(module, query[0] * scale, slots, mark.layer, sight)
     if store.tiled:
         if hasattr(module, "expand_kv"):
             raise Unsupported("its latents are as wide as its keys' rotary part")
@@ -268,6 +270,26 @@ def _plain(module: Any, q_HTD: torch.Tensor, store: Layer, plan: PassPlan, sight
         parts.append(prefill_segment(own, k, v, mask, sight, s.past))
     ATTENDING.reset(before)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def look(module: Any, q_HTD: torch.Tensor, slots: Any, layer: int, sight: Sight) -> None:
+    """Rebuild the attention of the queries that somebody wants to see, from what attention reads."""
+    expand, store = getattr(module, "expand_kv", None), slots.stores[layer]
+    for token, slot, position in slots.patterns[layer]:
+        n = position + 1
+        keys = store.keys[slot, :, : store.reach(n)]
+        if store.tiled:
+            keys = keys.transpose(-1, -2).flatten(1, 2)
+        keys = keys[:, :n]
+        if expand is not None:
+            keys = expand(keys[None], store.values[slot, :, :n][None])[0][0]
+        q = q_HTD[:, token].float().unflatten(0, (keys.shape[0], -1))
+        scores = (q @ keys.float().transpose(1, 2))[None, :, :, None]
+        at = torch.arange(n, device=keys.device)
+        hidden = sight.hides(at, torch.tensor(position, device=keys.device))
+        mask = torch.zeros(n, device=keys.device).masked_fill_(hidden, float("-inf"))
+        weights = soften(scores, mask, sight, at - position)
+        slots.patterned.setdefault(layer, []).append(weights.reshape(q_HTD.shape[0], n))
 
 
 def configs_of(model: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from interlens.engine import attention as rule
-from interlens.engine import experts
+from interlens.engine import experts, inside
 from interlens.engine.compiled import kernel_for
 from interlens.engine.families import fitted
 from interlens.engine.kv import Segment, Slots
@@ -27,6 +27,7 @@ from interlens.engine.sampler import Draw, raw_statistics, sample
 from interlens.engine.switch import device_of
 from interlens.errors import EngineError
 from interlens.interp.hooks import Session
+from interlens.interp.sites import Sites
 from interlens.request import Completion, Ticket
 
 log = logging.getLogger("interlens.engine")
@@ -82,6 +83,7 @@ class Engine:
         self.beyond: Engine | None = None
         """Takes the rows that grow beyond `fit.limit`."""
         self._numbers = itertools.count()
+        self.sites = Sites(model)
         self._resident = Resident(model)
         self._began: dict[int, float] = {}
         self._rotary = growing(model)
@@ -165,7 +167,7 @@ class Engine:
                 break
             row.shares = row.request.reuse and not self._resident.hooked
             keys = row.blocks if row.shares else []
-            holder, n = self.prefixes.find(row.ids, keys, self._continuable)
+            holder, n = self.prefixes.find(row.shaped(0, row.length), keys, self._continuable)
             most = 0 if self.fit.mixers else self._reusable(row, len(row.ids) - 1)
             if any(k in coming for k in keys[n // BLOCK : most // BLOCK]):
                 row.shared = True  # a mate is computing this prefix right now: take it afterwards
@@ -189,7 +191,7 @@ class Engine:
             else:
                 self.slots.copy(holder.slot, row.slot, usable)
         row.past = row.reused = usable
-        row.holder = Holder(row.ids[:usable], row.slot)
+        row.holder = Holder(row.shaped(0, usable), row.slot)
         if row.shares:
             row.grow_keys()
             self.prefixes.grow(row.holder, row.keys)
@@ -206,7 +208,7 @@ class Engine:
         if row.request.all_logits:
             return 0
         plan = row.request.plan
-        if plan is not None and plan.captures and plan.prompt and plan.prompt[0] < n:
+        if plan is not None and plan.keeps and plan.prompt and plan.prompt[0] < n:
             return plan.prompt[0]
         return n
 
@@ -223,17 +225,16 @@ class Engine:
         for row, ids in work:
             segments.append(Segment(row.slot, row.past, at, len(ids)))
             at += len(ids)
-        logits, index, kept = self._pass(work, segments)
+        logits, index = self._pass(work, segments)
         ends = [end - 1 for _, end in index]
         ends_BV = (logits if len(ends) == len(logits) else logits[ends]).float()
-        self._collect(work, segments, kept)
         self._refuse_unsound([row for row, _ in work], ends_BV)
         drawing = []
         for place, (row, ids) in enumerate(work):
             self.prefilled += len(ids) if row.prefilling else 0
             row.past += len(ids)
             if row.holder is not None:
-                row.holder.ids.extend(ids)
+                row.holder.ids.extend(row.shaped(row.past - len(ids), row.past))
                 if row.shares:
                     row.grow_keys()
                     self.prefixes.grow(row.holder, row.keys)
@@ -242,23 +243,25 @@ class Engine:
                 row.logits.append(logits[begin:end].float().cpu())
             if row.past == row.length and row.finish is None:
                 drawing.append(place)
+                if row.request.last_logits:
+                    row.logits.append(ends_BV[place : place + 1].cpu())
         every = len(drawing) == len(work)
         self._draw([work[place][0] for place in drawing], ends_BV if every else ends_BV[drawing])
 
     def _pass(
         self, work: Sequence[tuple[Row, list[int]]], segments: list[Segment]
-    ) -> tuple[torch.Tensor, list[tuple[int, int]], dict[tuple[str, int], torch.Tensor]]:
-        """Run the model once; logits `[kept, V]`, where each row's lie in them, and what the hooks kept."""
+    ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+        """Run the model once; logits `[kept, V]`, and where each row's lie in them."""
         ids = [i for _, piece in work for i in piece]
         positions = [p for s in segments for p in range(s.past, s.past + s.n)]
         keep: list[int] = []
         index = []
         for (row, _), s in zip(work, segments, strict=True):
             begin = len(keep)
-            keep += range(s.start, s.start + s.n) if row.request.all_logits else [s.start + s.n - 1]
+            keep += [s.start + o for o in inside.logits_of(row, s, s.n)]
             index.append((begin, len(keep)))
         self._make_room()
-        self.slots.begin(rule.PassPlan(segments))
+        self.slots.begin(rule.PassPlan(segments), inside.patterns(work, segments))
 
         def tensor(values: list[int]) -> torch.Tensor:
             return torch.tensor(values, device=self.device)
@@ -267,11 +270,11 @@ class Engine:
         given = {name: value for name, value in inputs.items() if name in self.fit.arguments} | dict(
             self.fit.inputs
         )
-        wanted = self._wanted(work, segments)
+        session = Session(self.sites, inside.wanted(work, segments, self.device))
         with (
             rule.switched_on(self._configs, self._settings),
             own_frequencies(self._rotary),
-            Session(self.model, wanted) as session,
+            session,
         ):
             out = self.model(input_ids=tensor(ids)[None], cache=self.slots, use_cache=True, **given)
         self.slots.plan = None
@@ -281,34 +284,9 @@ class Engine:
             )
         self.steps += 1
         logits = out.logits[0]
-        return logits if "logits_to_keep" in given else logits[inputs["logits_to_keep"]], index, session.kept
-
-    def _wanted(
-        self, work: Sequence[tuple[Row, list[int]]], segments: Sequence[Segment]
-    ) -> dict[tuple[str, int], torch.Tensor]:
-        wanted: dict[tuple[str, int], list[int]] = {}
-        for (row, ids), s in zip(work, segments, strict=True):
-            offsets = row.wants(s.past, len(ids))
-            for address in row.request.plan.captures if offsets and row.request.plan is not None else ():
-                wanted.setdefault(address, []).extend(s.start + o for o in offsets)
-        return {address: torch.tensor(index, device=self.device) for address, index in wanted.items()}
-
-    def _collect(
-        self,
-        work: Sequence[tuple[Row, list[int]]],
-        segments: Sequence[Segment],
-        kept: dict[tuple[str, int], torch.Tensor],
-    ) -> None:
-        at = dict.fromkeys(kept, 0)
-        for (row, ids), s in zip(work, segments, strict=True):
-            if row.finish == "error" or not (offsets := row.wants(s.past, len(ids))):
-                continue
-            assert row.request.plan is not None
-            chunk = {}
-            for address in row.request.plan.captures:
-                chunk[address] = kept[address][at[address] : at[address] + len(offsets)].to("cpu", copy=True)
-                at[address] += len(offsets)
-            row.kept.append(([s.past + o for o in offsets], chunk))
+        logits = logits if "logits_to_keep" in given else logits[inputs["logits_to_keep"]]
+        inside.collect(work, segments, session, self.slots, (logits, index))
+        return logits, index
 
     def _refuse_unsound(self, rows: Sequence[Row], ends_BV: torch.Tensor) -> None:
         """End the rows whose logits are no numbers; a bad key shows in the logits of every token after it."""
@@ -398,23 +376,15 @@ class Engine:
                 logprobs=tuple(row.logprobs) if row.request.logprobs is not None else None,
                 entropy=tuple(row.entropy) if row.request.logprobs is not None else None,
                 top_logprobs=tuple(row.top) if row.request.logprobs else None,
-                captures=self._captured(row),
+                captures=inside.captured(row),
                 logits=torch.cat(row.logits) if row.logits else None,
                 timings={"seconds": time.perf_counter() - began},
                 reused_tokens=row.reused,
                 shared_prefill=row.shared,
-                receipts=({"kind": "recomputed", "tokens": row.recomputed},) if row.recomputed else (),
+                receipts=inside.receipts(row),
                 error=row.error,
             )
         )
-
-    def _captured(self, row: Row) -> dict[str, torch.Tensor] | None:
-        if row.request.plan is None or not row.request.plan.captures or not row.kept:
-            return None
-        out = {"positions": torch.tensor([p for positions, _ in row.kept for p in positions])}
-        for site, layer in row.request.plan.captures:
-            out[f"{site}.{layer}"] = torch.cat([chunk[site, layer] for _, chunk in row.kept])
-        return out
 
     def _recover(self, error: Exception) -> None:
         """The pass itself failed. Where memory ran out, half the rows at a time run again from their first
@@ -452,6 +422,7 @@ class Engine:
         if not self.rows and not self.waiting:
             return
         if self._resident.changed(thorough=not self.rows):
+            self.sites.forget()
             self.prefixes.clear()
             for row in self.rows:
                 row.shares = False

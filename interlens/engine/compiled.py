@@ -7,6 +7,7 @@ changed source or another processor builds another one. Without a compiler, with
 itself.
 """
 
+import copyreg
 import hashlib
 import logging
 import os
@@ -15,6 +16,7 @@ import subprocess
 import tempfile
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,6 +61,14 @@ def kernel() -> Kernel | None:
         log.warning("the kernel's %s form failed its self-test on this machine", form)
     log.warning("plain torch is used instead of the kernel")
     return None
+
+
+def _reduced(_: Kernel) -> Any:
+    """Another process takes its own."""
+    return kernel, ()
+
+
+copyreg.pickle(Kernel, _reduced)
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel | None:

@@ -143,9 +143,7 @@ def forward(
     whole: Whole,
     hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
     cache: Any = None,
-    use_cache: bool | None = False,
     position_embeddings: Any = None,
     **kwargs: Any,
 ) -> Any:
@@ -153,15 +151,14 @@ def forward(
     if (
         heads.suits(switch, hidden_states, position_embeddings, attention_mask, cache, kwargs)
         and module.self_attn.layer_idx in cache.stores
+        and module.self_attn.layer_idx not in cache.patterns
         and (block := whole.block()) is not None
     ):
         return whole.run(block, hidden_states, position_embeddings, cache)
     return stock(module)(
         hidden_states,
         attention_mask=attention_mask,
-        position_ids=position_ids,
         cache=cache,
-        use_cache=use_cache,
         position_embeddings=position_embeddings,
         **kwargs,
     )

@@ -126,6 +126,8 @@ def _through(
     assert store.tiled
     q = kernel.rotate((q, k, v), (rotary[0][0], rotary[1][0]), store.keys, store.values, tasks)
     sight = Sight(*form.sees(slots, layer))
+    if layer in slots.patterns:
+        rule.look(module, q * form.scale, slots, layer, sight)
     out = kernel.attend(q, store.keys, store.values, tasks, scale=form.scale, sight=sight)
     return module.o_proj(out.view(1, len(out), -1))  # type: ignore[no-any-return]
 

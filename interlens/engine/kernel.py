@@ -128,11 +128,6 @@ class Kernel:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Kernel":
         return self
 
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        from interlens.engine.compiled import kernel
-
-        return kernel, ()
-
     def store(
         self,
         key: torch.Tensor,

@@ -97,14 +97,19 @@ class Slots(Cache):
         """What `attention` works out once for a pass."""
         self.asked: dict[int, tuple[float, Any, bool]] = {}
         """By layer: scale and sight that its module asked of attention, and whether it told its window."""
+        self.patterns: Mapping[int, list[tuple[int, int, int]]] = {}
+        """By layer, the queries whose attention somebody wants to see: token, slot, position."""
+        self.patterned: dict[int, list[torch.Tensor]] = {}
+        """By layer, their attention, `[heads, keys]` each."""
         self._work: torch.Tensor | None = None
         self.unread: set[int] = set()
         """Layers that stored keys in this pass which attention has not read yet."""
 
-    def begin(self, plan: Any) -> None:
+    def begin(self, plan: Any, patterns: Mapping[int, list[tuple[int, int, int]]] | None = None) -> None:
         """Start a pass; rows that start in it start without a state."""
-        self.plan = plan
+        self.plan, self.patterns = plan, patterns or {}
         self.unread.clear()
+        self.patterned.clear()
         for s in plan.segments:
             if s.past == 0:
                 self.states.pop(s.slot, None)

@@ -1,12 +1,15 @@
 """One row: a sequence that is being extended, with its own settings, text, stops and captures."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from interlens.engine.prefixes import BLOCK, Holder, block_keys
-from interlens.interp.capture import RowPlan
+from interlens.interp.edits import Where
+from interlens.interp.hooks import Kept
+from interlens.interp.plan import RowPlan
 from interlens.request import Finish, SamplingParams
 
 if TYPE_CHECKING:
@@ -28,12 +31,12 @@ class RowRequest:
     logprobs: int | None = None
     all_logits: bool = False
     """Keep the logits of every prompt position."""
+    last_logits: bool = False
+    """Keep those of its last position."""
     exclusive: bool = False
     reuse: bool = True
     priority: int = 0
     """Lower is admitted earlier."""
-    tag: bytes = b""
-    """What shaped the keys besides the ids: rows of different tags share nothing."""
     said: str = ""
     """Text that the reply already begins with (a prefill), so that stop strings can span it."""
     on_delta: Callable[[str], None] | None = None
@@ -114,8 +117,10 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
-    kept: list[tuple[list[int], dict[tuple[str, int], "torch.Tensor"]]] = field(default_factory=list)
+    kept: list[tuple[list[int], dict[Kept, "torch.Tensor"]]] = field(default_factory=list)
     """Captured chunks: positions and one tensor per address."""
+    moved: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """By number of the plan's edit: how many positions it moved, and how far in all."""
     logits: list["torch.Tensor"] = field(default_factory=list)
     told: int = 0
     """How many characters the subscriber has been given."""
@@ -127,6 +132,7 @@ class Row:
         self.shares = self.request.reuse
         self.ids: list[int] = list(self.request.ids)
         """Prompt and reply."""
+        self._shapes: dict[tuple[int, bytes], int] = {}
         if self.request.plan is not None:
             self.chosen = frozenset(self.request.plan.prompt)
 
@@ -138,7 +144,32 @@ class Row:
     @cached_property
     def blocks(self) -> list[bytes]:
         """The keys of the prompt's whole blocks."""
-        return block_keys(self.request.ids, self.request.tag)
+        return block_keys(self.shaped(0, len(self.request.ids)))
+
+    def shaped(self, start: int, end: int) -> list[int]:
+        """What shaped the keys of some positions: ids, and negative numbers that name an id with the edits
+        that were made there. Keys are shared by rows that agree in these.
+        """
+        plan = self.request.plan
+        if plan is None or not plan.edits:
+            return self.ids[start:end]
+        return [self._shape(p) for p in range(start, end)]
+
+    def _shape(self, position: int) -> int:
+        plan, token, size = self.request.plan, self.ids[position], len(self.request.ids)
+        assert plan is not None
+        done = b"".join(e.mark(position) for e in plan.edits if e.where.holds(position, size, self.end))
+        if not done:
+            return token
+        if (token, done) not in self._shapes:
+            named = hashlib.blake2b(token.to_bytes(8, "little") + done, digest_size=8).digest()
+            self._shapes[token, done] = -1 - (int.from_bytes(named, "little") >> 1)
+        return self._shapes[token, done]
+
+    @property
+    def end(self) -> int | None:
+        """Position of the end token, once there is one."""
+        return len(self.ids) - 1 if self.finish == "eos" else None
 
     def pending(self, budget: int, every: int = 1) -> list[int]:
         """The ids to run next: what is left of prompt and reply, at most `budget` of them.
@@ -151,6 +182,7 @@ class Row:
     def restart(self) -> None:
         """Forget what was computed, not what was said: the row runs again from its first token."""
         self.past, self.slot, self.holder = 0, -1, None
+        self.moved.clear()
         for found in (self.keys, self.kept, self.logits):
             found.clear()
         for noted in (self.logprobs, self.entropy, self.top):
@@ -162,7 +194,7 @@ class Row:
         if self.finish is None:
             return False
         plan = self.request.plan
-        owed = plan is not None and bool(plan.captures) and plan.generated and self.past < self.length
+        owed = plan is not None and plan.keeps and plan.generated and self.past < self.length
         return not owed or self.finish in ("error", "cancelled")
 
     @property
@@ -174,16 +206,21 @@ class Row:
         """Extend the block keys to the ids that are resident; only whole new blocks are hashed."""
         known = len(self.keys)
         if self.past // BLOCK > known:
-            fresh = self.ids[known * BLOCK : self.past]
-            self.keys += block_keys(fresh, self.keys[-1] if self.keys else self.request.tag)
+            fresh = self.shaped(known * BLOCK, self.past)
+            self.keys += block_keys(fresh, self.keys[-1] if self.keys else b"")
 
     def wants(self, start: int, n: int) -> list[int]:
         """Offsets within the next n tokens that the plan keeps."""
         plan = self.request.plan
-        if plan is None or not plan.captures:
+        if plan is None or not plan.keeps:
             return []
         size = len(self.request.ids)
         return [i for i in range(n) if (plan.generated if start + i >= size else (start + i) in self.chosen)]
+
+    def touches(self, where: Where, start: int, n: int) -> list[int]:
+        """Offsets within the next n tokens that an edit touches."""
+        size, end = len(self.request.ids), self.end
+        return [i for i in range(n) if where.holds(start + i, size, end)]
 
     def take(self, token: int) -> None:
         """Accept a drawn token; decide whether the row ends here."""

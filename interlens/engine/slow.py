@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from interlens.engine import inside
 from interlens.engine.batch import Engine
 from interlens.engine.kv import Segment
 from interlens.engine.load import hushed
@@ -45,28 +46,23 @@ class SlowEngine(Engine):
 
     def _pass(
         self, work: Sequence[tuple[Row, list[int]]], segments: list[Segment]
-    ) -> tuple[torch.Tensor, list[tuple[int, int]], dict[tuple[str, int], torch.Tensor]]:
+    ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
         logits: list[torch.Tensor] = []
         index, at = [], 0
-        kept: dict[tuple[str, int], list[torch.Tensor]] = {}
         for (row, ids), s in zip(work, segments, strict=True):
             try:
-                mine, own = self._alone(row, ids, s)
+                mine = self._alone(row, ids, s)
             except Exception as error:  # nobody else was in this pass
                 self._fail(row, error)
-                mine, own = torch.full((1, logits[0].shape[-1] if logits else 1), torch.nan), {}
-            logits.append(mine if row.request.all_logits else mine[-1:])
+                mine = torch.full((1, logits[0].shape[-1] if logits else 1), torch.nan)
+            logits.append(mine)
             index.append((at, at + len(logits[-1])))
             at = index[-1][1]
-            for address, tensor in own.items():
-                kept.setdefault(address, []).append(tensor)
         self.steps += 1
-        return torch.cat(logits), index, {address: torch.cat(parts) for address, parts in kept.items()}
+        return torch.cat(logits), index
 
-    def _alone(
-        self, row: Row, ids: list[int], s: Segment
-    ) -> tuple[torch.Tensor, dict[tuple[str, int], torch.Tensor]]:
-        """Run one row: logits `[n, V]` and what the hooks kept."""
+    def _alone(self, row: Row, ids: list[int], s: Segment) -> torch.Tensor:
+        """Run one row: the logits that are wanted, `[kept, V]`; it gets what its plan keeps."""
         cache = self._caches.get(row.ticket.number)
         if s.past <= self._crossing < s.past + s.n:
             cache = None  # the frequencies of all positions change here: as `generate` does, run all again
@@ -79,14 +75,21 @@ class SlowEngine(Engine):
             inputs["position_ids"] = torch.arange(s.past - before, s.past + s.n, device=self.device)[None]
         if cache is not None:
             inputs[self._cache_name] = cache
-        wanted = self._wanted([(row, ids)], [replace(s, start=before)])
-        with own_frequencies(self._rotary), Session(self.model, wanted) as session:
+        mine = [(row, ids)], [replace(s, start=before)]
+        wanted = inside.wanted(*mine, self.device)
+        if before:  # what is run again is edited again
+            all_of_it = Segment(s.slot, 0, 0, s.past + s.n)
+            wanted.strokes = inside.wanted([(row, row.ids[: s.past + s.n])], [all_of_it], self.device).strokes
+        session = Session(self.sites, wanted)
+        with own_frequencies(self._rotary), session:
             out = self.model(**inputs)
         cache = getattr(out, self._cache_name, None)
         if self._cached:
             cache = cache if cache is not None else getattr(out, "past_key_values", None)
             self._caches[row.ticket.number] = cache
-        return out.logits[0, -s.n :], session.kept
+        logits = out.logits[0, -s.n :][inside.logits_of(row, s, s.n)]
+        inside.collect(*mine, session, self.slots, (logits, [(0, len(logits))]))
+        return logits
 
     def _recover(self, error: Exception) -> None:
         self._caches.clear()

@@ -1,18 +1,17 @@
-"""What to capture, the plan of one row, and the activations that came back.
+"""What to capture, and the activations that came back.
 
-A `Capture` is part of a recipe: sites, layers and a span in words. For one turn it becomes a `RowPlan`: token
-positions in the prompt, and whether generated tokens are wanted. What comes back is cut to the exact span
-once the reply is known.
+A `Capture` is part of a recipe: sites, layers and a span in words. For one turn it becomes a part of a
+`plan.RowPlan`: token positions in the prompt, and whether generated tokens are wanted. What comes back is cut
+to the exact span once the reply is known.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from interlens.chat.spans import Channel, Part, Segment, Span, SpanLike
-from interlens.chat.view import View
+from interlens.chat.spans import SpanLike, as_span
 from interlens.errors import StoreError, nearest
 from interlens.interp.sites import SITES, absolute, parse
 from interlens.request import digest_of
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     import pandas
     import torch
 
-Reduce = Literal["mean", "last"] | None
+Reduce = Literal["mean", "last", "projection"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +33,12 @@ class Capture:
     """Numbers from 0, negative from the end; `None` is every layer."""
     span: SpanLike | None = None
     """`None` is every position, prompt and generated."""
-    reduce: Reduce = None
-    """`None` keeps `[positions, d]`, `mean` and `last` keep `[1, d]`; a mean leaves position 0 out."""
-    when: Literal["after"] = "after"
-    """Read after the edits at the same site."""
+    reduce: Any = None
+    """`None` keeps `[positions, d]`, `mean` and `last` keep `[1, d]`; a mean leaves position 0 out. A
+    direction keeps its projection h.u, u = v / |v|: `[positions, 1]`.
+    """
+    when: Literal["before", "after"] = "after"
+    """Read before or after the edits at the same site."""
 
     def __post_init__(self) -> None:
         layers = self.layers
@@ -50,10 +51,13 @@ class Capture:
         if not sites:
             raise ValueError(f"a capture needs a site; {nearest('', SITES)}")
         object.__setattr__(self, "sites", sites)
-        if self.reduce not in (None, "mean", "last"):
-            raise ValueError(f'reduce is None, "mean" or "last"; got {self.reduce!r}')
-        if self.when != "after":
-            raise ValueError(f'when is "after"; got {self.when!r}')
+        if isinstance(self.reduce, str) and self.reduce not in ("mean", "last"):
+            raise ValueError(f'reduce is None, "mean", "last" or a direction; got {self.reduce!r}')
+        if self.reduce is not None and not isinstance(self.reduce, str):
+            object.__setattr__(self, "reduce", vector_of(self.reduce))
+        if self.when not in ("before", "after"):
+            raise ValueError(f'when is "before" or "after" the edits; got {self.when!r}')
+        object.__setattr__(self, "span", as_span(self.span))
         self.addresses(None)
 
     def addresses(self, n_layers: int | None) -> list[tuple[str, int]]:
@@ -68,79 +72,14 @@ class Capture:
 
     def describe(self) -> dict[str, Any]:
         """What belongs to a recipe's hash."""
-        return {"sites": self.sites, "layers": self.layers, "span": repr(self.span), "reduce": self.reduce}
+        reduce = self.reduce if self.reduced_as != "projection" else digest_of(self.reduce)
+        out = {"sites": self.sites, "layers": self.layers, "span": repr(self.span), "reduce": reduce}
+        return out | ({"when": self.when} if self.when != "after" else {})
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowPlan:
-    """What the engine must do for one row, in token positions."""
-
-    captures: tuple[tuple[str, int], ...] = ()
-    """(site, layer) pairs, layers absolute."""
-    prompt: tuple[int, ...] = ()
-    """Prompt positions to keep, ascending."""
-    generated: bool = False
-    """Whether generated tokens are kept."""
-
-    def digest(self) -> str:
-        """Names the plan in a log."""
-        return digest_of([self.captures, self.prompt, self.generated])
-
-
-def plan_of(captures: Sequence[Capture], view: View, n_layers: int, turn: int) -> RowPlan | None:
-    """The widest set of positions that the captures can need in this view."""
-    if not captures:
-        return None
-    pairs: dict[tuple[str, int], None] = {}
-    prompt: set[int] = set()
-    generated = False
-    for capture in captures:
-        pairs |= dict.fromkeys(capture.addresses(n_layers))
-        mask = _mask(capture.span, _turn_segments(view, turn, 3, 1, True), view.pov)
-        generated = generated or any(mask[-3:]) or _counts(capture.span)
-        prompt |= {i for i, chosen in enumerate(mask[:-3]) if chosen}
-        if _counts(capture.span):
-            prompt |= set(range(len(view.ids)))
-    return RowPlan(captures=tuple(pairs), prompt=tuple(sorted(prompt)), generated=generated)
-
-
-def _counts(span: SpanLike | None) -> bool:
-    """Whether a span counts positions, so that the reply's length can change what it means in the prompt."""
-    if isinstance(span, Span):
-        return span.first is not None or span.last is not None
-    return any(_counts(part) for part in getattr(span, "of", ()))
-
-
-def _mask(span: SpanLike | None, segments: Sequence[Segment], pov: str) -> list[bool]:
-    return (span or Span()).mask(segments, pov)
-
-
-def _turn_segments(
-    view: View, turn: int, n_reply: int, thought: int = 0, ended: bool = False
-) -> tuple[Segment, ...]:
-    """The segments of one turn: all that was given is its prompt, the reply alone is generated.
-
-    Of the reply's tokens the first `thought` are reasoning, and the last is the end token where it `ended`.
-    """
-    parts: tuple[tuple[int, Part, Channel | None], ...] = (
-        (thought, "content", "reasoning"),
-        (n_reply - thought - ended, "content", "answer"),
-        (int(ended), "footer", None),
-    )
-    reply = (
-        Segment(
-            text="",
-            ids=(0,) * n,
-            role="assistant",
-            part=part,
-            speaker=view.pov,
-            turn=turn,
-            generated=True,
-            channel=channel,
-        )
-        for n, part, channel in parts
-    )
-    return (*(replace(s, generated=False) for s in view.segments_or_raise()), *reply)
+    @property
+    def reduced_as(self) -> Reduce:
+        """How it is reduced, in a word."""
+        return self.reduce if self.reduce is None or isinstance(self.reduce, str) else "projection"  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,63 +225,31 @@ def _from_start(layer: int, n_layers: int | None) -> int:
     return layer + n_layers if layer < 0 and n_layers is not None else layer
 
 
-def cut(
-    captures: Sequence[Capture],
-    raw: Mapping[str, Any],
-    view: View,
-    n_reply: int,
-    turn: int,
-    n_layers: int,
-    *,
-    thought: int = 0,
-    ended: bool = False,
-) -> tuple[list[Activation], list[dict[str, Any]]]:
-    """Cut what the engine kept to each capture's exact span; return activations and receipts.
-
-    `raw` holds `positions` `[k]` and one `[k, d]` tensor per address. Every token of the reply has a
-    position, the last one too, unless the turn was cancelled before it was run. The first `thought` of them
-    are reasoning; where the reply `ended`, the last is the end token, which is footer and not content.
-    """
-    import torch
-
-    segments = _turn_segments(view, turn, n_reply, thought, ended)
-    place = {p: i for i, p in enumerate(raw["positions"].tolist())}
-    out, receipts = [], []
-    for capture in captures:
-        wanted = [
-            i for i, chosen in enumerate(_mask(capture.span, segments, view.pov)) if chosen and i in place
-        ]
-        if not wanted:
-            raise ValueError(
-                f"{capture} matched no token of {view.pov}'s turn {turn}; look at "
-                f"conv.view({view.pov!r}).spans()"
-            )
-        kept = [p for p in wanted if p > 0] or wanted if capture.reduce == "mean" else wanted
-        rows = torch.tensor([place[p] for p in kept])
-        for site, layer in capture.addresses(n_layers):
-            tensor, at = _reduced(raw[f"{site}.{layer}"][rows], tuple(kept), capture.reduce)
-            out.append(
-                Activation(
-                    participant=view.pov,
-                    turn=turn,
-                    site=site,
-                    layer=layer,
-                    positions=at,
-                    tensor=tensor,
-                    reduce=capture.reduce,
-                    n_layers=n_layers,
-                    source=capture,
-                )
-            )
-            what = {"site": site, "layer": layer, "positions": len(at), "reduce": capture.reduce}
-            receipts.append({"kind": "capture", **what})
-    return out, receipts
-
-
-def _reduced(
-    tensor: "torch.Tensor", positions: tuple[int, ...], reduce: Reduce
+def reduced(
+    tensor: "torch.Tensor", positions: tuple[int, ...], reduce: Any
 ) -> tuple["torch.Tensor", tuple[int, ...]]:
-    """Reduce over positions; a mean is taken in fp32."""
+    """Reduce over positions; a mean and a projection are taken in fp32."""
+    if reduce is None:
+        return tensor, positions
+    if not isinstance(reduce, str):
+        unit = reduce / reduce.norm()
+        return (tensor.float() * unit).sum(-1, keepdim=True), positions
     if reduce == "mean":
         return tensor.float().mean(0, keepdim=True).to(tensor.dtype), positions
-    return (tensor[-1:], positions[-1:]) if reduce == "last" else (tensor, positions)
+    return tensor[-1:], positions[-1:]
+
+
+def vector_of(direction: Any) -> "torch.Tensor":
+    """A direction as numbers `[d]`, fp32, as it is given: never normalised."""
+    import torch
+
+    tensor = torch.as_tensor(getattr(direction, "vector", direction)).detach().float().cpu()
+    if tensor.dim() == 2 and len(tensor) == 1:
+        tensor = tensor[0]
+    if tensor.dim() != 1:
+        raise ValueError(f"a direction is one vector [d]; got a tensor of shape {tuple(tensor.shape)}")
+    if not torch.isfinite(tensor).all():
+        raise ValueError("the direction holds numbers that are NaN or infinite")
+    if not tensor.any():
+        raise ValueError("the direction is zero in every place: it would change nothing")
+    return tensor

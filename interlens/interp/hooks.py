@@ -1,54 +1,92 @@
-"""The only place that registers torch hooks: per-row captures over one forward pass of many rows.
+"""The only place that registers torch hooks: per-row captures and edits over one forward pass of many rows.
 
 `Session` is entered around a forward pass and leaves nothing behind. It works on token indices of the packed
-pass: the engine says which token of which row is which.
+pass: the engine says which token of which row is which. At one site the order is fixed: what is read before
+the edits, the edits in their rows' order, what is read after them. Edits are made out of place.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from interlens.interp.sites import absolute, decoder_layers
+from interlens.interp.sites import FROM_ENGINE, Sites, Tap
 
 if TYPE_CHECKING:
     import torch
 
+    from interlens.interp.edits import Change
+
 Address = tuple[str, int]
+When = Literal["before", "after"]
+Kept = tuple[When, str, int]
+
+
+@dataclass(eq=False)
+class Stroke:
+    """One change of some tokens of a pass, which may belong to several rows."""
+
+    change: "Change"
+    index: "torch.Tensor"
+    """`[n]`, tokens of the pass."""
+    rows: "torch.Tensor | None" = None
+    """`[n]`, for a `set`: which of its values belongs to each token."""
+    owners: tuple[Any, ...] = ()
+    """Whose tokens they are, in order, as the engine wants to know it."""
+    moved: "torch.Tensor | None" = None
+    """`[n]`, how far each token was moved; known after the pass."""
+
+
+@dataclass(eq=False)
+class Wanted:
+    """What one pass is asked for at the sites of a model."""
+
+    keep: dict[Kept, "torch.Tensor"] = field(default_factory=dict)
+    """Tokens to keep, `[n]`, by when (before or after the edits), site and layer."""
+    strokes: dict[Address, list[Stroke]] = field(default_factory=dict)
+    """What is changed, in order."""
+
+    def addresses(self) -> list[Address]:
+        """Every address that takes part."""
+        return list(dict.fromkeys([*((site, layer) for _, site, layer in self.keep), *self.strokes]))
 
 
 class Session:
-    """Hooks for one forward pass: for each (site, layer), the packed token indices to keep."""
+    """Hooks for one forward pass. Sites are looked up when it is made, which may run the model."""
 
-    def __init__(self, model: Any, wanted: Mapping[Address, "torch.Tensor"]) -> None:
-        self.model = model
-        self.wanted = wanted
-        self.kept: dict[Address, torch.Tensor] = {}
-        """`[tokens, d]` for each address, in the order of its indices."""
+    def __init__(self, sites: Sites, wanted: Wanted) -> None:
+        self.sites, self.wanted = sites, wanted
+        self.kept: dict[Kept, torch.Tensor] = {}
+        """`[tokens, d]` for each of what was to be kept, in the order of its indices."""
         self._handles: list[Any] = []
+        self._places: dict[tuple[Any, str], list[tuple[Address, Tap]]] = {}
+        places = self._places
+        for address in self.wanted.addresses():
+            if address[0] in FROM_ENGINE:
+                continue
+            tap = self.sites.tap(*address)
+            places.setdefault((tap.module, tap.side), []).append((address, tap))
 
     def __enter__(self) -> "Session":
-        if self.wanted:
-            layers = decoder_layers(self.model)
-            modules = {(site, n): layers[absolute(site, n, len(layers))] for site, n in self.wanted}
-            for address, index in self.wanted.items():
-                self._handles.append(self._register(modules[address], address, index))
+        for (module, side), taps in self._places.items():
+            self._handles.append(_register(module, side, partial(self._visit, taps)))
         return self
 
-    def _register(self, module: Any, address: Address, index: "torch.Tensor") -> Any:
-        def keep(hidden: "torch.Tensor") -> None:
-            self.kept[address] = hidden.detach().reshape(-1, hidden.shape[-1])[index]
+    def _visit(self, taps: Sequence[tuple[Address, Tap]], hidden: "torch.Tensor") -> "torch.Tensor | None":
+        """Read, change, read; what comes instead, or `None` where nothing was changed."""
+        whole = hidden.reshape(-1, hidden.shape[-1])
+        changed = False
+        for address, tap in taps:
+            self._keep("before", address, whole, tap)
+            for stroke in self.wanted.strokes.get(address, ()):
+                whole, changed = _stroke(whole, tap, stroke, changed), True
+            self._keep("after", address, whole, tap)
+        return whole.view(hidden.shape) if changed else None
 
-        if address[0] == "resid_pre":
-
-            def before(_: Any, args: Any, kwargs: Any) -> None:
-                keep(args[0] if args else kwargs["hidden_states"])
-
-            return module.register_forward_pre_hook(before, with_kwargs=True)
-
-        def after(_: Any, __: Any, output: Any) -> None:
-            keep(output[0] if isinstance(output, tuple | list) else output)
-
-        return module.register_forward_hook(after)
+    def _keep(self, when: When, address: Address, whole: "torch.Tensor", tap: Tap) -> None:
+        if (index := self.wanted.keep.get((when, *address))) is not None:
+            self.kept[when, *address] = _part(whole, tap)[index.to(whole.device)]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -56,3 +94,44 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _part(whole: "torch.Tensor", tap: Tap) -> "torch.Tensor":
+    return whole.detach() if tap.columns is None else whole.detach()[:, slice(*tap.columns)]
+
+
+def _stroke(whole: "torch.Tensor", tap: Tap, stroke: Stroke, copied: bool) -> "torch.Tensor":
+    """The tensor with some tokens changed; the first change makes a copy of it."""
+    index = stroke.index.to(whole.device)
+    old = _part(whole, tap)[index]
+    new = stroke.change.apply(old, stroke.rows)
+    stroke.moved = (new.float() - old.float()).norm(dim=-1)
+    out = whole if copied else whole.clone()
+    if tap.columns is None:
+        out[index] = new
+    else:
+        out[index, slice(*tap.columns)] = new
+    return out
+
+
+def _register(module: Any, side: str, visit: Callable[["torch.Tensor"], "torch.Tensor | None"]) -> Any:
+    """Look at what goes into a module, or comes out of it, and put something else in its place."""
+    if side == "in":
+
+        def before(_: Any, args: Any, kwargs: Any) -> Any:
+            if args:
+                new = visit(args[0])
+                return None if new is None else ((new, *args[1:]), kwargs)
+            new = visit(kwargs["hidden_states"])
+            return None if new is None else (args, {**kwargs, "hidden_states": new})
+
+        return module.register_forward_pre_hook(before, with_kwargs=True)
+
+    def after(_: Any, __: Any, output: Any) -> Any:
+        several = isinstance(output, tuple | list)
+        new = visit(output[0] if several else output)
+        if new is None or not several:
+            return new
+        return type(output)([new, *output[1:]]) if isinstance(output, list) else (new, *output[1:])
+
+    return module.register_forward_hook(after)

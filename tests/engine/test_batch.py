@@ -10,7 +10,7 @@ from interlens.engine.batch import Engine
 from interlens.engine.slow import SlowEngine
 from interlens.engine.tiny import tiny_tokenizer
 from interlens.errors import EngineError
-from interlens.interp.capture import RowPlan
+from interlens.interp.plan import RowPlan
 from interlens.request import SamplingParams
 from tests.engine.driving import GREEDY, alone, drive, finish, packed_tiny, prompt, row
 

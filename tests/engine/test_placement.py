@@ -10,7 +10,7 @@ from interlens.engine.selftest import examine
 from interlens.engine.slow import SlowEngine
 from interlens.engine.switch import device_of
 from interlens.engine.tiny import tiny_model
-from interlens.interp.capture import RowPlan
+from interlens.interp.plan import RowPlan
 from tests.engine.driving import GREEDY, drive, generated, packed_tiny, plain_logits, prompt, row
 
 PARTS = (

@@ -10,7 +10,7 @@ from interlens.engine import linears, selftest
 from interlens.engine.batch import Engine
 from interlens.engine.selftest import examine
 from interlens.engine.slow import SlowEngine, engine_for
-from interlens.interp.capture import RowPlan
+from interlens.interp.plan import RowPlan
 from interlens.request import SamplingParams
 from tests.engine.driving import GREEDY, alone, drive, packed_tiny, prompt, row, stream
 

@@ -8,7 +8,8 @@ import torch
 from interlens.chat.spans import Segment, Span
 from interlens.chat.view import View
 from interlens.errors import StoreError
-from interlens.interp.capture import Activation, Activations, Capture, cut, plan_of
+from interlens.interp.capture import Activation, Activations, Capture
+from interlens.interp.plan import cut, plan_of
 
 LAYERS = 3
 
@@ -159,7 +160,7 @@ def test_a_mean_of_half_precision_is_taken_in_single():
 @pytest.mark.parametrize(
     ("fields", "error", "said"),
     [
-        ({"sites": "attn_out"}, ValueError, "cannot be captured"),
+        ({"sites": "attn_outs"}, ValueError, "there is no site"),
         ({"sites": ()}, ValueError, "needs a site"),
         ({"sites": "resid_post.1", "layers": 2}, ValueError, "leave one of them out"),
         ({"layers": "12"}, TypeError, "whole numbers"),
@@ -167,7 +168,8 @@ def test_a_mean_of_half_precision_is_taken_in_single():
         ({"layers": True}, TypeError, "whole numbers"),
         ({"layers": ()}, TypeError, "at least one"),
         ({"reduce": "max"}, ValueError, "reduce is"),
-        ({"when": "before"}, ValueError, "when is"),
+        ({"when": "during"}, ValueError, "when is"),
+        ({"sites": "logits.3"}, ValueError, "belongs to the model"),
     ],
 )
 def test_captures_that_mean_nothing_are_refused_at_once(fields, error, said):

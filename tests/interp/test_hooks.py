@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from interlens.engine.batch import Engine
-from interlens.interp.capture import RowPlan
-from interlens.interp.hooks import Session
+from interlens.interp.hooks import Session, Wanted
+from interlens.interp.plan import RowPlan
+from interlens.interp.sites import Sites
 from tests.engine.driving import GREEDY, alone, drive, packed_tiny, prompt, row, stream
 
 SITES = (("resid_post", 0), ("resid_pre", 1), ("resid_post", 1))
@@ -144,11 +145,11 @@ def hooks(model):
 
 
 def test_a_session_leaves_no_hook_also_after_an_error(model):
-    index = {address: torch.tensor([0]) for address in SITES}
+    wanted = Wanted(keep={("after", *address): torch.tensor([0]) for address in SITES})
     seen = []
 
     def fails():
-        with Session(model, index):
+        with Session(Sites(model), wanted):
             seen.append(len(hooks(model)))
             model(torch.tensor([[500]]))
 
@@ -160,9 +161,10 @@ def test_a_session_leaves_no_hook_also_after_an_error(model):
 
 def test_a_session_keeps_tokens_in_the_order_asked(model):
     ids = torch.tensor([prompt(9, 1)])
-    with torch.no_grad(), Session(model, {("resid_post", 1): torch.tensor([7, 2])}) as session:
+    wanted = Wanted(keep={("after", "resid_post", 1): torch.tensor([7, 2])})
+    with torch.no_grad(), Session(Sites(model), wanted) as session:
         model(ids)
-    assert torch.equal(session.kept["resid_post", 1], stream(model, ids[0].tolist(), 1)[1][[7, 2]])
+    assert torch.equal(session.kept["after", "resid_post", 1], stream(model, ids[0].tolist(), 1)[1][[7, 2]])
 
 
 def test_a_plan_for_a_layer_that_is_not_there_leaves_no_hook(model):

@@ -18,8 +18,8 @@ def test_addresses():
     ("address", "layers", "said"),
     [
         ("resid_pots", None, 'did you mean "resid_post"'),
-        ("", None, "cannot be captured"),
-        ("hidden_states.3", None, "cannot be captured"),
+        ("", None, "there is no site"),
+        ("hidden_states.3", None, "there is no site"),
         ("resid_post.", None, "ends in a layer number"),
         ("resid_post.x", None, "ends in a layer number"),
         ("resid_post.--1", None, "ends in a layer number"),

@@ -1,0 +1,200 @@
+"""Directions in activation space: made from a contrast, compared with random ones, read from other files.
+
+A direction keeps the scale it was made with: nothing is normalised behind its user's back.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from interlens.errors import StoreError
+from interlens.interp.capture import Activations, Capture, vector_of
+from interlens.interp.probes import Probe
+
+if TYPE_CHECKING:
+    import torch
+
+Method = Literal["mean", "pca", "logistic"]
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """A vector `[d]` with the place it belongs to."""
+
+    vector: "torch.Tensor"
+    site: str = "resid_post"
+    layer: int | None = None
+    method: str = "given"
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What else is known: how many examples, which model, which seed."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "vector", vector_of(self.vector))
+
+    @classmethod
+    def from_contrast(
+        cls,
+        a: Any,
+        b: Any,
+        *,
+        method: Method = "mean",
+        site: str = "resid_post",
+        layer: int | None = None,
+        participant: Any = None,
+    ) -> "Direction":
+        """From examples of `b` towards those of `a`: activations `[n, d]`, `Activations`, reports or
+        conversations that captured some, or texts, which `participant` reads (the mean over each text).
+
+        `mean`: mean(a) - mean(b) (Marks and Tegmark 2023, section 5). `pca`: the first principal component of
+        the differences from the common mean (Zou et al. 2023, section 3.1). `logistic`: the weights of a
+        logistic regression on standardised numbers. The last two are given the sign and the length that
+        mean(a) - mean(b) has along them, so that coefficients can be compared.
+        """
+        import torch
+
+        x, y = (rows_of(side, site, layer, participant).float() for side in (a, b))
+        if x.shape[1] != y.shape[1]:
+            raise ValueError(f"one side has {x.shape[1]} numbers per example, the other {y.shape[1]}")
+        gap = x.mean(0) - y.mean(0)
+        if method == "mean":
+            vector = gap
+        elif method in ("pca", "logistic"):
+            unit = _component(torch.cat([x, y])) if method == "pca" else _weights(x, y)
+            vector = (gap @ unit) * unit
+        else:
+            raise ValueError(f'method is "mean", "pca" or "logistic"; got {method!r}')
+        return cls(vector, site, layer, method, {"a": len(x), "b": len(y)})
+
+    def random_like(self, seed: int = 0) -> "Direction":
+        """A random direction of the same length: the control that a finding about this one needs."""
+        import torch
+
+        noise = torch.randn(len(self.vector), generator=torch.Generator().manual_seed(seed))
+        vector = noise * (self.vector.norm() / noise.norm())
+        return replace(self, vector=vector, method="random", facts={"seed": seed})
+
+    @property
+    def norm(self) -> float:
+        """|v|."""
+        return float(self.vector.norm())
+
+    def project(self, activations: Any) -> "torch.Tensor":
+        """h.u for activations `[…, d]`, with u = v / |v|: `[…]`, in the activations' own units."""
+        import torch
+
+        return torch.as_tensor(activations).float() @ (self.vector / self.vector.norm())
+
+    def cosine(self, other: "Direction | torch.Tensor") -> float:
+        """The cosine with another direction."""
+        v = vector_of(other)
+        return float(self.vector @ v / (self.vector.norm() * v.norm()))
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file with the vector and, in its header, everything else."""
+        from safetensors.torch import save_file
+
+        rest = {"site": self.site, "layer": self.layer, "method": self.method, "facts": self.facts}
+        save_file({"vector": self.vector.contiguous()}, str(path), {"direction": json.dumps(rest)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Direction":
+        """Read what `save` wrote."""
+        from safetensors import safe_open
+
+        with safe_open(str(path), framework="pt") as stored:
+            header = stored.metadata() or {}
+            if "direction" not in header:
+                raise StoreError(f"{path} was not written by Direction.save: its header names no direction")
+            return cls(stored.get_tensor("vector"), **json.loads(header["direction"]))
+
+    @classmethod
+    def from_gguf(cls, path: str | Path, layer: int) -> "Direction":
+        """One layer of a control vector as repeng and llama.cpp write it: `direction.N` is added to the
+        output of layer N.
+        """
+        import torch
+        from gguf import GGUFReader
+
+        tensors = {t.name: t.data for t in GGUFReader(str(path)).tensors}
+        if f"direction.{layer}" not in tensors:
+            there = sorted(int(n.split(".")[1]) for n in tensors if n.startswith("direction."))
+            raise StoreError(f"{path} has no direction for layer {layer}; it has {there}")
+        return cls(torch.tensor(tensors[f"direction.{layer}"]), "resid_post", layer, "gguf")
+
+    @classmethod
+    def from_persona(cls, path: str | Path, layer: int) -> "Direction":
+        """One layer of a persona vector's `.pt`, `[layers + 1, d]` by `hidden_states` index: row L + 1 is
+        `resid_post.L` (row 0 is the embeddings).
+        """
+        import torch
+
+        rows = torch.load(str(path), weights_only=True)
+        if not isinstance(rows, torch.Tensor) or rows.dim() != 2:
+            raise StoreError(f"{path} holds no tensor [layers + 1, d]")
+        n = len(rows) - 1
+        if not -n <= layer < n:
+            raise StoreError(f"{path} is of a model of {n} layers (0-{n - 1}); layer {layer} was asked for")
+        return cls(rows[layer % n + 1], "resid_post", layer % n, "persona")
+
+    def __repr__(self) -> str:
+        where = self.site if self.layer is None else f"{self.site}.{self.layer}"
+        return f"Direction({where}, d={len(self.vector)}, |v|={self.norm:.3g}, by {self.method})"
+
+
+def rows_of(side: Any, site: str, layer: int | None, participant: Any = None) -> "torch.Tensor":
+    """Examples as `[n, d]`: one row per position of what was captured, or per text."""
+    import torch
+
+    if isinstance(side, torch.Tensor):
+        return side[None] if side.dim() == 1 else side
+    if isinstance(side, Activations):
+        found = side.query(site=site, layer=layer)
+        if not found:
+            raise ValueError(f"nothing was captured at {site}, layer {layer}: {side!r}")
+        return torch.cat([a.tensor for a in found])
+    if hasattr(side, "activations"):  # a report
+        return rows_of(side.activations(site=f"{site}.{layer}"), site, layer)
+    if hasattr(side, "transcript"):
+        return rows_of(_captured(side), site, layer)
+    items = [side] if isinstance(side, str) else list(side)
+    if items and all(isinstance(i, str) for i in items):
+        return _read(items, site, layer, participant)
+    if items and all(hasattr(i, "transcript") for i in items):
+        return torch.cat([rows_of(i, site, layer) for i in items])
+    return torch.as_tensor(side)
+
+
+def _captured(conversation: Any) -> Activations:
+    out = Activations()
+    for message in conversation.transcript:
+        out.extend(message.activations or ())
+    return out
+
+
+def _read(texts: Sequence[str], site: str, layer: int | None, participant: Any) -> "torch.Tensor":
+    import torch
+
+    if participant is None or layer is None:
+        raise ValueError("texts need somebody who reads them and a layer: participant=, layer=")
+    capture = Capture(site, layers=layer, reduce="mean")
+    return torch.cat([f.activations.at() for f in participant.forward(list(texts), capture=capture)])
+
+
+def _component(x: "torch.Tensor") -> "torch.Tensor":
+    """The unit vector along which the rows differ most."""
+    import torch
+
+    _, _, v = torch.linalg.svd(x - x.mean(0), full_matrices=False)
+    return v[0]
+
+
+def _weights(x: "torch.Tensor", y: "torch.Tensor") -> "torch.Tensor":
+    """The unit vector of a logistic regression, in the activations' own units."""
+    import torch
+
+    labels = [1] * len(x) + [0] * len(y)
+    probe = Probe.fit(torch.cat([x, y]), labels)
+    weights = probe.coef[0] / probe.scale
+    return weights / weights.norm()

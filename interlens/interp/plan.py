@@ -1,0 +1,312 @@
+"""From recipes to rows: which positions of one turn are captured and edited, and cutting what came back.
+
+A recipe speaks of spans; a row of token positions. Where a span reaches into the reply it is asked of replies
+that are not there yet: what it says must not depend on how long they become.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from interlens.chat.spans import At, Channel, Part, Segment, Span, SpanLike
+from interlens.chat.view import View
+from interlens.interp.capture import Activation, Capture, reduced
+from interlens.interp.edits import Change, Edit, RowEdit, Where, Widths
+from interlens.interp.hooks import Kept, When
+from interlens.request import digest_of
+
+_TRIED = 48
+"""Tokens of a reply of which a span is asked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowPlan:
+    """What the engine must do for one row, in token positions."""
+
+    captures: tuple[tuple[str, int], ...] = ()
+    """(site, layer) pairs to keep after the edits, layers absolute."""
+    before: tuple[tuple[str, int], ...] = ()
+    """The same, as they are before the edits at the same site."""
+    prompt: tuple[int, ...] = ()
+    """Prompt positions to keep, ascending."""
+    generated: bool = False
+    """Whether generated tokens are kept."""
+    edits: tuple[RowEdit, ...] = ()
+    """In the order in which they act."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is captured."""
+        return bool(self.captures or self.before)
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        """Everything that is captured: when, site, layer."""
+        whens: tuple[tuple[When, tuple[tuple[str, int], ...]], ...] = (
+            ("before", self.before),
+            ("after", self.captures),
+        )
+        return tuple((when, site, layer) for when, pairs in whens for site, layer in pairs)
+
+    def digest(self) -> str:
+        """Names the plan in a log."""
+        kept = [self.captures, self.prompt, self.generated]
+        more = [self.before, [e.digest() for e in self.edits]] if self.before or self.edits else []
+        return digest_of([*kept, *more])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edited:
+    """What was edited in a turn, its speaker's memory included: over which ids, and where."""
+
+    turn: int
+    ids: tuple[int, ...]
+    """Prompt and reply."""
+    edits: tuple[RowEdit, ...]
+    """Every position spelt out as a prompt position."""
+
+    @classmethod
+    def of(
+        cls, plan: RowPlan | None, turn: int, prompt: tuple[int, ...], reply: tuple[int, ...], ended: bool
+    ) -> "Edited | None":
+        """What a plan did over a prompt and the reply that came; `None` where it edited nothing."""
+        ids, size = (*prompt, *reply), len(prompt)
+        end = len(ids) - 1 if ended else None
+        edits: dict[Any, RowEdit] = {}
+        for e in plan.edits if plan is not None else ():
+            touched = frozenset(p for p in range(len(ids)) if e.where.holds(p, size, end))
+            key = (e.address, e.source, e.change.digest)
+            known = edits[key].where.prompt if key in edits else frozenset()
+            edits[key] = replace(e, where=Where(prompt=known | touched))
+        return cls(turn=turn, ids=ids, edits=tuple(edits.values())) if edits else None
+
+
+def plan_of(
+    captures: Sequence[Capture],
+    view: View,
+    n_layers: int,
+    turn: int,
+    *,
+    edits: Sequence[Edit] = (),
+    past: Edited | None = None,
+    widths: Callable[[str, int], Widths] | None = None,
+) -> RowPlan | None:
+    """The widest set of positions that the captures can need in this view, and those of the edits."""
+    if not captures and not edits and past is None:
+        return None
+    pairs: dict[str, dict[tuple[str, int], None]] = {"after": {}, "before": {}}
+    prompt: set[int] = set()
+    generated = False
+    segments = turn_segments(view, turn, 3, 1, True)
+    for capture in captures:
+        pairs[capture.when] |= dict.fromkeys(capture.addresses(n_layers))
+        mask = _mask(capture.span, segments, view.pov)
+        generated = generated or any(mask[-3:]) or _counts(capture.span)
+        prompt |= {i for i, chosen in enumerate(mask[:-3]) if chosen}
+        if _counts(capture.span):
+            prompt |= set(range(len(view.ids)))
+    now = [made for e in edits for made in _resolved(e, view, n_layers, turn, widths)]
+    return RowPlan(
+        captures=tuple(pairs["after"]),
+        before=tuple(pairs["before"]),
+        prompt=tuple(sorted(prompt)),
+        generated=generated,
+        edits=(*_remembered(past, now, view), *now),
+    )
+
+
+def _resolved(
+    edit: Edit, view: View, n_layers: int, turn: int, widths: Callable[[str, int], Widths] | None
+) -> list[RowEdit]:
+    """One edit in this turn: an entry for every address."""
+    assert widths is not None
+    where = where_of(edit, view, turn)
+    out = []
+    for site, layer, change in edit.change(turn, n_layers, widths):
+        rows: dict[int, int] = {}
+        if change.kind == "set":
+            rows = _places(change, where, f"{site}.{layer}")
+        out.append(
+            RowEdit(
+                site=site,
+                layer=layer,
+                change=change,
+                where=where,
+                source=edit.source,
+                rows=rows,
+                history=edit.history,
+            )
+        )
+    return out
+
+
+def _places(change: Change, where: Where, address: str) -> dict[int, int]:
+    """Which value of a patch belongs to which prompt position."""
+    if where.reply or where.ended:
+        raise ValueError(
+            "a patch's span reaches into the reply, which is not there yet: patch positions of the prompt"
+        )
+    assert change.vector is not None
+    positions = sorted(where.prompt)
+    if len(change.vector) not in (1, len(positions)):
+        raise ValueError(
+            f"the patch has {len(change.vector)} positions for {address}; its span selects {len(positions)}"
+        )
+    return {p: i if len(change.vector) > 1 else 0 for i, p in enumerate(positions)}
+
+
+def where_of(edit: Edit, view: View, turn: int) -> Where:
+    """The positions that an edit's span selects in the prompt, and what it says of the reply."""
+    size = len(view.ids)
+    if edit.span is None:
+        return Where(prompt=frozenset([size - 1]), reply=True, ended=True)
+    masks = {
+        (n, thought, ended): _mask(edit.span, turn_segments(view, turn, n, thought, ended), view.pov)
+        for n, thought, ended in (
+            (_TRIED, 0, False),
+            (_TRIED + 1, 0, False),
+            (_TRIED, _TRIED, False),
+            (_TRIED, 0, True),
+        )
+    }
+    plain, longer = masks[_TRIED, 0, False], masks[_TRIED + 1, 0, False]
+    if plain != longer[:-1]:
+        raise ValueError(
+            f"{edit.span} counts from the end of a reply that is not there yet; an edit's span may count "
+            f"with first=, or within the prompt: & Span(phase='prompt')"
+        )
+    if masks[_TRIED, _TRIED, False] != plain:
+        raise ValueError(
+            f"{edit.span} tells reasoning from answer, which is not known while a token is sampled; leave "
+            f"the channel out, or select within the prompt: & Span(phase='prompt')"
+        )
+    prompt = frozenset(i for i in range(size) if plain[i])
+    reply = frozenset(i for i in range(_TRIED) if plain[size + i])
+    whole = len(reply) == _TRIED
+    if not whole and (_TRIED - 1) in reply:
+        raise ValueError(f"{edit.span} selects some tokens of a reply by a rule that has no end; use first=")
+    if not prompt and not reply:
+        raise ValueError(
+            f"{type(edit).__name__} with span {edit.span} matches no token of {view.pov}'s turn {turn}; "
+            f"look at conv.view({view.pov!r}).spans()"
+        )
+    return Where(prompt=prompt, reply=whole or (reply if reply else False), ended=masks[_TRIED, 0, True][-1])
+
+
+def _remembered(past: Edited | None, now: Sequence[RowEdit], view: View) -> list[RowEdit]:
+    """What earlier turns edited in the part of their ids that this prompt begins with.
+
+    Where the same edit of the recipe is asked of the same position again, that is what holds.
+    """
+    if past is None:
+        return []
+    again: dict[tuple[str, tuple[str, int]], frozenset[int]] = {}
+    for e in now:
+        key = (e.source, e.address)
+        again[key] = again.get(key, frozenset()) | e.where.prompt
+    out, n = [], _common(past.ids, view.ids)
+    for e in (e for e in past.edits if e.history == "lived"):
+        kept = {p for p in e.where.prompt if p < n} - again.get((e.source, e.address), frozenset())
+        if kept:
+            out.append(replace(e, where=Where(prompt=frozenset(kept))))
+    return out
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _counts(span: SpanLike | None) -> bool:
+    """Whether a span counts positions, so that the reply's length can change what it means in the prompt."""
+    if isinstance(span, Span):
+        return span.first is not None or span.last is not None
+    if isinstance(span, At):
+        return False
+    return any(_counts(part) for part in getattr(span, "of", ()))
+
+
+def _mask(span: SpanLike | None, segments: Sequence[Segment], pov: str) -> list[bool]:
+    return (span or Span()).mask(segments, pov)
+
+
+def turn_segments(
+    view: View, turn: int, n_reply: int, thought: int = 0, ended: bool = False
+) -> tuple[Segment, ...]:
+    """The segments of one turn: all that was given is its prompt, the reply alone is generated.
+
+    Of the reply's tokens the first `thought` are reasoning, and the last is the end token where it `ended`.
+    """
+    parts: tuple[tuple[int, Part, Channel | None], ...] = (
+        (thought, "content", "reasoning"),
+        (n_reply - thought - ended, "content", "answer"),
+        (int(ended), "footer", None),
+    )
+    reply = (
+        Segment(
+            text="",
+            ids=(0,) * n,
+            role="assistant",
+            part=part,
+            speaker=view.pov,
+            turn=turn,
+            generated=True,
+            channel=channel,
+        )
+        for n, part, channel in parts
+    )
+    return (*(replace(s, generated=False) for s in view.segments_or_raise()), *reply)
+
+
+def cut(
+    captures: Sequence[Capture],
+    raw: Mapping[str, Any],
+    view: View,
+    n_reply: int,
+    turn: int,
+    n_layers: int,
+    *,
+    thought: int = 0,
+    ended: bool = False,
+) -> tuple[list[Activation], list[dict[str, Any]]]:
+    """Cut what the engine kept to each capture's exact span; return activations and receipts.
+
+    `raw` holds `positions` `[k]` and one `[k, d]` tensor per address (`before:` in front of its name where it
+    was read before the edits). Every token of the reply has a position, the last one too, unless the turn was
+    cancelled before it was run. The first `thought` of them are reasoning; where the reply `ended`, the last
+    is the end token, which is footer and not content.
+    """
+    import torch
+
+    segments = turn_segments(view, turn, n_reply, thought, ended)
+    place = {p: i for i, p in enumerate(raw["positions"].tolist())}
+    out, receipts = [], []
+    for capture in captures:
+        wanted = [
+            i for i, chosen in enumerate(_mask(capture.span, segments, view.pov)) if chosen and i in place
+        ]
+        if not wanted:
+            raise ValueError(
+                f"{capture} matched no token of {view.pov}'s turn {turn}; look at "
+                f"conv.view({view.pov!r}).spans()"
+            )
+        kept = [p for p in wanted if p > 0] or wanted if capture.reduce == "mean" else wanted
+        rows = torch.tensor([place[p] for p in kept])
+        early = "before:" if capture.when == "before" else ""
+        for site, layer in capture.addresses(n_layers):
+            tensor, at = reduced(raw[f"{early}{site}.{layer}"][rows], tuple(kept), capture.reduce)
+            out.append(
+                Activation(
+                    participant=view.pov,
+                    turn=turn,
+                    site=site,
+                    layer=layer,
+                    positions=at,
+                    tensor=tensor,
+                    reduce=capture.reduced_as,
+                    n_layers=n_layers,
+                    source=capture,
+                )
+            )
+            what = {"site": site, "layer": layer, "positions": len(at), "reduce": capture.reduced_as}
+            receipts.append({"kind": "capture", **what} | ({"when": "before"} if early else {}))
+    return out, receipts

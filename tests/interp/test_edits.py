@@ -1,0 +1,406 @@
+"""Edits in the batch: the numbers are those of raw torch hooks on the same ids, a row's own in any batch."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from interlens import Capture, Conversation
+from interlens.chat.spans import At, Span
+from interlens.engine.batch import Engine
+from interlens.engine.compiled import kernel
+from interlens.interp.edits import Change, Patch, RowEdit, Steer, Where
+from interlens.interp.plan import RowPlan
+from interlens.interp.sites import Sites
+from interlens.models import AutoModelParticipant
+from tests.engine.driving import GREEDY, drive, packed_tiny, prompt, row
+
+D = 64
+V = torch.randn(D, generator=torch.Generator().manual_seed(1)) * 3
+U = V / V.norm()
+IDS = prompt(40, 3)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return packed_tiny()
+
+
+def change(kind, coef=1.0, **more):
+    return Change(kind, None if kind == "zero" else V, coef, **more)
+
+
+def edit(kind="add", coef=1.0, site="resid_post", layer=0, where=None, **more):
+    where = where or Where(prompt=frozenset([len(IDS) - 1]), reply=True, ended=True)
+    return RowEdit(site=site, layer=layer, change=change(kind, coef, **more), where=where, source="test")
+
+
+def by_hand(kind, coef, h):
+    """The formulas of the documentation, one position after the other, in double precision."""
+    h, v = h.double(), V.double()
+    u, along = v / v.norm(), (h @ (v / v.norm()))[:, None]
+    if kind == "add":
+        return h + coef * v
+    if kind == "ablate":
+        return h - along * u
+    if kind == "clamp":
+        return h + (coef - along) * u
+    if kind == "cap":
+        return torch.where(along > coef, h + (coef - along) * u, h)
+    return torch.zeros_like(h)
+
+
+@pytest.mark.parametrize("kind", ["add", "ablate", "clamp", "cap", "zero"])
+@pytest.mark.parametrize("coef", [0.0, -1.5, 2.0])
+@pytest.mark.parametrize("keep_norm", [False, True])
+def test_the_arithmetic_is_the_documentation_s(kind, coef, keep_norm):
+    h = torch.randn(9, D, generator=torch.Generator().manual_seed(5)) * 4
+    wanted = by_hand(kind, coef, h)
+    if keep_norm and kind != "zero":
+        wanted = wanted * h.double().norm(dim=-1, keepdim=True) / wanted.norm(dim=-1, keepdim=True)
+    assert torch.allclose(change(kind, coef, keep_norm=keep_norm).apply(h).double(), wanted, atol=1e-5)
+
+
+def test_heads_and_neurons_are_changed_alone():
+    h = torch.randn(5, D, generator=torch.Generator().manual_seed(5))
+    own = torch.randn(16, generator=torch.Generator().manual_seed(6))
+    columns = tuple(range(16, 32)) + tuple(range(48, 64))
+    out = Change("ablate", own, columns=columns).apply(h)
+    assert torch.equal(out[:, :16], h[:, :16])
+    assert torch.equal(out[:, 32:48], h[:, 32:48])
+    for part in (slice(16, 32), slice(48, 64)):
+        assert (out[:, part] @ own).abs().max() < 1e-4
+    assert torch.equal(Change("zero", columns=(3, 5)).apply(h)[:, [3, 5]], torch.zeros(5, 2))
+    assert torch.allclose(Change("clamp", torch.ones(1), 2.5, columns=(7,)).apply(h)[:, 7], torch.tensor(2.5))
+
+
+def hooked_logits(model, ids, place, positions, fn):
+    """A plain forward pass with one raw hook that changes some positions."""
+
+    def changed(hidden):
+        out = hidden.clone()
+        out[0, positions] = fn(hidden[0, positions]).to(hidden.dtype)
+        return out
+
+    tap = Sites(model).tap(*place)
+    if tap.side == "in":
+        hook = tap.module.register_forward_pre_hook(lambda m, args: (changed(args[0]), *args[1:]))
+    else:
+
+        def after(_, __, out):
+            return (changed(out[0]), *out[1:]) if isinstance(out, tuple) else changed(out)
+
+        hook = tap.module.register_forward_hook(after)
+    with hook, torch.no_grad():
+        return model(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+PLACES = [
+    ("resid_pre", 1),
+    ("resid_post", 0),
+    ("resid_mid", 0),
+    ("attn_out", 1),
+    ("mlp_out", 0),
+    ("z", 0),
+    ("embeddings", 0),
+    ("final_norm", 0),
+]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("kind", ["add", "ablate", "clamp"])
+def test_generation_under_an_edit_is_that_of_raw_hooks(model, kind, place):
+    plan = RowPlan(edits=(edit(kind, 2.0, *place),))
+    [result] = drive(Engine(model, prefill_budget=17), [row(IDS, 6, sampling=GREEDY, plan=plan)])
+    ids = (*IDS, *result.ids[:-1])
+    positions = list(range(len(IDS) - 1, len(ids)))
+    wanted = hooked_logits(model, ids, place, positions, lambda h: by_hand(kind, 2.0, h))
+    plain = model(torch.tensor([ids])).logits[0]
+    own = result.logits
+    assert torch.allclose(own, wanted[len(IDS) - 1 :], atol=1e-4, rtol=1e-4)
+    assert (plain[len(IDS) - 1 :] - own).abs().max() > 1e-2, "the edit changes something"
+    assert int(wanted[len(IDS) - 1].argmax()) == result.ids[0], "the first token is reached"
+    assert torch.allclose(wanted[: len(IDS) - 1], plain[: len(IDS) - 1], atol=1e-4)
+
+
+def test_edits_of_one_site_act_in_their_order(model):
+    pairs = ((edit("add", 1.0), edit("ablate")), (edit("ablate"), edit("add", 1.0)))
+    kept = [
+        drive(
+            Engine(model), [row(IDS, 0, plan=RowPlan(captures=(("resid_post", 0),), prompt=(39,), edits=e))]
+        )[0]
+        for e in pairs
+    ]
+    ends = [k.done.captures["resid_post.0"][0] for k in kept]
+    assert abs(float(ends[0] @ U)) < 1e-3
+    assert abs(float(ends[1] @ U) - float(V.norm())) < 1e-3
+
+
+def test_a_capture_reads_before_and_after_the_edits(model):
+    plan = RowPlan(
+        captures=(("resid_post", 0), ("resid_pre", 1)),
+        before=(("resid_post", 0),),
+        prompt=tuple(range(40)),
+        generated=True,
+        edits=(edit("add", 2.0),),
+    )
+    [result] = drive(Engine(model, prefill_budget=13), [row(IDS, 5, sampling=GREEDY, plan=plan)])
+    got = result.done.captures
+    moved = got["resid_post.0"] - got["before:resid_post.0"]
+    assert torch.equal(moved[:39], torch.zeros(39, D))
+    assert torch.allclose(moved[39:], (2 * V).expand(6, D), atol=1e-4)
+    assert torch.equal(got["resid_post.0"], got["resid_pre.1"]), "what comes next reads the edited stream"
+    [receipt] = result.done.receipts
+    assert (receipt["positions"], receipt["run"]) == (6, 6)
+    assert receipt["moved"] == pytest.approx(2 * float(V.norm()), rel=1e-4)
+
+
+def everybody():
+    """Rows with other edits, sites, layers, captures, caps and temperatures."""
+    kinds = itertools.cycle([("add", 2.0), ("ablate", 0.0), ("clamp", 1.5), ("cap", 0.5), None])
+    places = itertools.cycle(
+        [("resid_post", 0), ("mlp_out", 1), ("z", 0), ("resid_mid", 1), ("resid_pre", 0)]
+    )
+    rows = []
+    for i, kind in zip(range(13), kinds, strict=False):
+        n = 5 + 7 * i % 40
+        where = Where(prompt=frozenset({0, n - 1, n // 2}), reply=i % 3 != 0, ended=False)
+        site, layer = next(places)
+        edits = (
+            ()
+            if kind is None
+            else (edit(*kind, site, layer, where), edit("add", 0.3, "resid_post", 1, where))
+        )
+        plan = RowPlan(
+            captures=(("resid_post", 1), ("attn_out", 0)), prompt=(0, n - 1), generated=True, edits=edits
+        )
+        rows.append(row(prompt(n, 50 + i), 3 + i % 5, seed=i, plan=plan))
+    return rows
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_with_other_edits_do_not_see_each_other(dtype):
+    model = packed_tiny(dtype=dtype)
+    rows = everybody()
+    alone = [drive(Engine(model, max_rows=1), [r])[0] for r in rows]
+    for options in ({"max_rows": 16}, {"max_rows": 3, "prefill_budget": 7}, {"max_rows": 5, "kv_bytes": 0}):
+        together = drive(Engine(model, **options), rows)
+        for a, b in zip(alone, together, strict=True):
+            assert a.same_bits(b)
+            assert a.done.captures.keys() == b.done.captures.keys()
+            assert all(torch.equal(a.done.captures[k], b.done.captures[k]) for k in a.done.captures)
+            assert [r["positions"] for r in a.done.receipts] == [r["positions"] for r in b.done.receipts]
+
+
+@pytest.mark.skipif(kernel() is None, reason="compares the kernel's whole layers with modules")
+def test_an_edit_that_changes_nothing_changes_no_bit(model):
+    """Its hooks send the layer through its modules: the same bits as in one call."""
+    [plain] = drive(Engine(model), [row(IDS, 6)])
+    nothing = RowPlan(edits=(edit("add", 0.0, "mlp_out", 0), edit("add", 0.0, "z", 1)))
+    [same] = drive(Engine(model), [row(IDS, 6, plan=nothing)])
+    assert same.same_bits(plain)
+
+
+def test_keys_are_shared_by_rows_that_agree_in_ids_and_edits_alone(model):
+    engine = Engine(model)
+    where = Where(prompt=frozenset({20}))
+    plain, plus, more = (
+        None,
+        RowPlan(edits=(edit("add", 2.0, where=where),)),
+        RowPlan(edits=(edit("add", 3.0, where=where),)),
+    )
+    reused = {}
+    for name, plan in (
+        ("plain", plain),
+        ("plus", plus),
+        ("plus again", plus),
+        ("more", more),
+        ("plain again", plain),
+    ):
+        [result] = drive(engine, [row((*IDS, 7), 2, sampling=GREEDY, plan=plan)])
+        [fresh] = drive(Engine(model), [row((*IDS, 7), 2, sampling=GREEDY, plan=plan)])
+        assert result.same_bits(fresh)
+        reused[name] = result.done.reused_tokens
+    assert reused == {"plain": 0, "plus": 20, "plus again": 40, "more": 20, "plain again": 40}
+
+
+# -- in a conversation
+
+
+def talk(**options):
+    people = [
+        AutoModelParticipant.from_pretrained("tiny", name=n, max_new_tokens=6) for n in ("alice", "bob")
+    ]
+    return Conversation(people, shared_context="Say something about the sea.", **options)
+
+
+def forced(conv, message, edits):
+    """Logits of a plain pass over what a message's model saw and said, with raw hooks at resid_post.0."""
+    model = conv.participant(message.author).model
+    ids = (*message.prompt_ids, *message.token_ids[:-1])
+
+    def changed(_, __, out):
+        new = out.clone()
+        for positions, by in edits:
+            at = [p for p in positions if p < len(ids)]
+            new[0, at] = new[0, at] + by
+        return new
+
+    with Sites(model).tap("resid_post", 0).module.register_forward_hook(changed), torch.no_grad():
+        return model(torch.tensor([ids]), use_cache=False).logits[0, len(message.prompt_ids) - 1 :]
+
+
+def logp(logits, ids):
+    return torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("history", ["lived", "clean"])
+@pytest.mark.parametrize("reuse", ["auto", False])
+def test_an_edited_past_stays_in_memory_or_does_not(history, reuse):
+    people = [
+        AutoModelParticipant.from_pretrained("tiny", name=n, max_new_tokens=6, kv_reuse=reuse)
+        for n in ("alice", "bob")
+    ]
+    conv = Conversation(people, shared_context="Say something about the sea.")
+    conv = conv.hook(Steer(V, layers=0, coef=2.0, history=history), speaker="alice", turns=0)
+    first = conv.step("alice", logprobs=True)
+    conv.step("bob")
+    third = conv.step("alice", logprobs=True)
+    began, size = len(first.prompt_ids) - 1, len(first.prompt_ids) + len(first.token_ids)
+    touched = range(began, size)
+    assert torch.allclose(
+        logp(forced(conv, first, [(touched, 2 * V)]), first.token_ids),
+        torch.tensor(first.metadata["logprobs"]),
+        atol=1e-4,
+    )
+    remembered = [(touched, 2 * V)] if history == "lived" else []
+    wanted = logp(forced(conv, third, remembered), third.token_ids)
+    assert third.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+    assert torch.allclose(wanted, torch.tensor(third.metadata["logprobs"]), atol=1e-4)
+    other = logp(forced(conv, third, [] if remembered else [(touched, 2 * V)]), third.token_ids)
+    assert (wanted - other).abs().max() > 1e-3, "the two memories differ"
+
+
+def test_a_listener_s_reading_is_edited_and_the_speaker_s_own_is_not():
+    conv = talk().hook(
+        Steer(V, layers=0, coef=2.0, span=Span(speaker="alice", part="content")), speaker="bob"
+    )
+    first = conv.step("alice")
+    assert "receipts" not in first.metadata
+    heard = conv.step("bob", logprobs=True)
+    positions = conv.rewind(to=first).view("bob").positions(Span(speaker="alice", part="content"))
+    assert positions
+    [receipt] = heard.metadata["receipts"]
+    assert receipt["positions"] == len(positions)
+    wanted = logp(forced(conv, heard, [(positions, 2 * V)]), heard.token_ids)
+    assert torch.allclose(wanted, torch.tensor(heard.metadata["logprobs"]), atol=1e-4)
+
+
+def test_a_coefficient_may_follow_the_turn():
+    conv = talk().hook(Steer(V, layers=0, coef=lambda turn: 1.0 + turn, history="clean"))
+    conv.run(turns=3)
+    moved = [m.metadata["receipts"][0]["moved"] for m in conv.transcript if m.metadata.get("receipts")]
+    assert moved == pytest.approx([(1 + t) * float(V.norm()) for t in range(3)], rel=1e-3)
+
+
+@pytest.mark.parametrize("position", [0, 3, -1, -2])
+def test_a_patch_touches_exactly_its_position(position):
+    alice = AutoModelParticipant.from_pretrained("tiny", name="alice")
+    new = torch.full((D,), 0.5)
+    patch = Patch(new, layers=0, span=position)
+    run = alice.forward(IDS, capture=Capture("resid_post", layers=0), edits=patch)
+    plain = alice.forward(IDS, capture=Capture("resid_post", layers=0))
+    changed = (run.activations.at() != plain.activations.at()).any(-1).nonzero()[:, 0].tolist()
+    assert changed == [position % len(IDS)]
+    assert torch.equal(run.activations.at()[position % len(IDS)], new)
+
+
+def test_a_patch_from_a_branch_gives_back_what_it_was_taken_from():
+    alice = AutoModelParticipant.from_pretrained("tiny", name="alice")
+    a, b = prompt(20, 1), prompt(20, 2)
+    good = alice.forward(a, capture=Capture("resid_post", layers=1), logits=True)
+    span = At(tuple(range(20)))
+    patched = alice.forward(b, edits=Patch(good.activations, layers=1, span=span), logits=True)
+    assert torch.allclose(patched.logits, good.logits, atol=1e-5)
+    assert not torch.allclose(alice.forward(b, logits=True).logits, good.logits, atol=1e-2)
+
+
+def test_what_cannot_be_done_is_said():
+    conv = talk()
+    nan, inf, wide = torch.full((D,), math.nan), torch.full((D,), math.inf), torch.ones(D + 1)
+    cases = [
+        (lambda: Steer(nan, layers=0), "NaN or infinite"),
+        (lambda: Steer(inf, layers=0), "NaN or infinite"),
+        (lambda: Steer(torch.zeros(D), layers=0), "change nothing"),
+        (lambda: Steer(V), "needs layers"),
+        (lambda: Steer(V, layers=0, mode="push"), "mode is one of"),
+        (lambda: Steer(V, layers=0, coef=math.nan), "finite"),
+        (lambda: Steer(V, layers=0, site="resid_pots"), "resid_post"),
+        (lambda: Steer(V, layers=0, site="attn_pattern"), "captured and not edited"),
+        (lambda: Steer(V, layers=0, heads=[1]), "heads goes with"),
+        (lambda: Steer(V, layers=0, history="old"), "lived"),
+        (lambda: conv.step("alice", steer=Steer(V, layers=2)), "it has 2 layers"),
+        (lambda: conv.step("alice", steer=Steer(wide, layers=0)), "65 numbers"),
+        (lambda: conv.step("alice", steer=Steer(V, layers=(1, -1))), "layer 1 twice"),
+        (
+            lambda: conv.step("alice", steer=Steer(V, layers=0, span=Span(speaker="carol"))),
+            "matches no token",
+        ),
+        (lambda: conv.step("alice", steer=Steer(V, layers=0, span=Span(last=2))), "not there yet"),
+        (
+            lambda: conv.step("alice", steer=Steer(V, layers=0, span=Span(channel="answer"))),
+            "reasoning from answer",
+        ),
+        (lambda: conv.step("alice", steer=Steer(V, layers=0, span=1000)), "not in this prompt"),
+        (lambda: conv.step("alice", patch=Patch(V, layers=0, span=Span(phase="generated"))), "not there yet"),
+        (lambda: conv.step("alice", patch=Patch(torch.ones(3, D), layers=0, span=[0, 1])), "selects 2"),
+        (lambda: conv.step("alice", steer=Steer(V, layers=0, site="z", heads=[9])), "head 9"),
+        (lambda: conv.step("alice", steer=V), "an edit is Steer"),
+        (lambda: conv.hook(3), "hook takes"),
+    ]
+    for make, said in cases:
+        with pytest.raises((ValueError, TypeError), match=said):
+            make()
+    assert len(conv.transcript) == 1, "nothing was said"
+
+
+def test_a_bad_row_ends_alone(model):
+    good = row(IDS, 4, plan=RowPlan(edits=(edit("add", 1.0),)))
+    bad = row(
+        prompt(11, 4), 4, plan=RowPlan(edits=(edit("add", math.inf, where=Where(prompt=frozenset({3}))),))
+    )
+    [alone] = drive(Engine(model), [good])
+    found = drive(Engine(model), [good, bad, row(prompt(9, 9), 3)], failing=True)
+    assert found[0].same_bits(alone)
+    assert found[1].done.finish == "error"
+    assert found[2].done.error is None
+
+
+def test_sampling_and_branches_are_edited_too():
+    conv = talk().hook(Steer(V, layers=0, coef=3.0), speaker="alice")
+    [message] = conv.sample("alice", n=1, max_new_tokens=1)
+    assert message.metadata["receipts"][0]["positions"] == 1, "the last prompt position; one token is not run"
+    conv.step("alice")
+    branch = conv.branch(reseed=1)
+    one, two = conv.step("alice", temperature=0), branch.step("alice", temperature=0)
+    assert one.token_ids == two.token_ids
+    assert one == two
+
+
+def test_a_denied_turn_leaves_no_edited_memory():
+    from interlens.hooks import deny
+
+    class Once:
+        done = False
+
+        def review(self, message, conversation):
+            if not self.done:
+                self.done = True
+                return deny()
+            return None
+
+    conv = talk(message_hooks=(Once(),)).hook(Steer(V, layers=0, coef=3.0), speaker="alice", turns=0)
+    assert conv.step("alice") is None
+    plain = conv.step("bob", temperature=0)
+    assert "receipts" not in plain.metadata
