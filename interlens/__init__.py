@@ -20,11 +20,21 @@ if TYPE_CHECKING:
     from interlens.chat.view import View as View
     from interlens.conversation import Conversation as Conversation
     from interlens.errors import InterlensError as InterlensError
+    from interlens.hooks import TurnHook as TurnHook
     from interlens.hooks import approve as approve
     from interlens.hooks import deny as deny
     from interlens.hooks import edit as edit
     from interlens.interp.capture import Activations as Activations
     from interlens.interp.capture import Capture as Capture
+    from interlens.interp.directions import Direction as Direction
+    from interlens.interp.edits import Ablate as Ablate
+    from interlens.interp.edits import Patch as Patch
+    from interlens.interp.edits import Steer as Steer
+    from interlens.interp.probes import Probe as Probe
+    from interlens.interp.reading import attention as attention
+    from interlens.interp.reading import attribution as attribution
+    from interlens.interp.reading import logit_lens as logit_lens
+    from interlens.interp.reading import patch_grid as patch_grid
     from interlens.message import Message as Message
     from interlens.models import AutoModelParticipant as AutoModelParticipant
     from interlens.models import ModelParticipant as ModelParticipant
@@ -58,8 +68,12 @@ _MODULES: dict[str, str] = {
     "chat.view": "ContextItem View",
     "conversation": "Conversation",
     "errors": "InterlensError",
-    "hooks": "approve deny edit",
+    "hooks": "TurnHook approve deny edit",
     "interp.capture": "Activations Capture",
+    "interp.directions": "Direction",
+    "interp.edits": "Ablate Patch Steer",
+    "interp.probes": "Probe",
+    "interp.reading": "attention attribution logit_lens patch_grid",
     "message": "Message",
     "models": "AutoModelParticipant ModelParticipant",
     "participants": "FunctionParticipant HumanParticipant Participant ScriptedParticipant",

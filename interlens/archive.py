@@ -6,6 +6,7 @@ object of a user's class, is stored by its import path, and is imported again on
 no import path (a lambda, a loaded model, an open data set) is refused by the name of its field.
 """
 
+import base64
 import importlib
 import json
 from collections.abc import Callable, Mapping
@@ -18,7 +19,10 @@ from interlens.chat import context, spans, view
 from interlens.chat.tools import Tool
 from interlens.dialogue import Dialogue
 from interlens.errors import StoreError, nearest
+from interlens.interp import edits
 from interlens.interp.capture import Activations, Capture
+from interlens.interp.directions import Direction
+from interlens.interp.plan import Edited
 from interlens.message import tagged, untagged
 from interlens.models import ModelParticipant
 from interlens.recipe import Hooked, Recipe
@@ -44,8 +48,11 @@ _KINDS: dict[str, type] = {
             context.Summarize,
             view.ContextItem,
             spans.Span,
+            spans.At,
             spans._Combined,
         ),
+        *(edits.Steer, edits.Ablate, edits.Patch, Direction),
+        *(Edited, edits.RowEdit, edits.Where, edits.Change),
         *(
             stop.Both,
             stop.Either,
@@ -78,6 +85,10 @@ def _encode(value: Any, field: str, lenient: bool) -> Any:
     if isinstance(value, list | tuple):
         items = [encode(v, f"{field}[{i}]", lenient) for i, v in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
+    if isinstance(value, bytes | frozenset):
+        return {"$bytes": value.hex()} if isinstance(value, bytes) else {"$set": sorted(value)}
+    if type(value).__module__ == "torch" and hasattr(value, "detach"):
+        return {"$tensor": base64.b64encode(_numbers(value)).decode(), "shape": list(value.shape)}
     if isinstance(value, slice):
         return {"$slice": [value.start, value.stop, value.step]}
     if isinstance(value, Mapping):
@@ -113,6 +124,18 @@ def _encode_object(value: Any, field: str) -> Any:
     return {"$object": _path_of(kind, field), "state": state}
 
 
+def _numbers(tensor: Any) -> bytes:
+    """A tensor as fp32, which is what directions and patches are."""
+    data: bytes = tensor.detach().float().cpu().contiguous().numpy().tobytes()
+    return data
+
+
+def _tensor(data: str, shape: list[int]) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.float32).reshape(shape)
+
+
 def _path_of(target: Any, field: str) -> str:
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
     if not module or module == "__main__" or "<" in name:
@@ -136,6 +159,10 @@ def decode(value: Any, field: str, trust: bool) -> Any:
         return tuple(decode(v, field, trust) for v in value["$tuple"])
     if "$slice" in value:
         return slice(*value["$slice"])
+    if "$bytes" in value or "$set" in value:
+        return bytes.fromhex(value["$bytes"]) if "$bytes" in value else frozenset(value["$set"])
+    if "$tensor" in value:
+        return _tensor(value["$tensor"], value["shape"])
     if "$dict" in value:
         return {decode(k, field, trust): decode(v, field, trust) for k, v in value["$dict"]}
     if "$kind" in value:
@@ -226,7 +253,7 @@ _STATE: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 def save(conv: Dialogue, folder: str | Path) -> Path:
-    """Write `conversation.json`, and one safetensors file per message that holds activations."""
+    """Write `conversation.json`, and per message a file of activations and one of edits where it has some."""
     target = Path(folder)
     document = {
         "format": "interlens conversation",
@@ -240,6 +267,9 @@ def save(conv: Dialogue, folder: str | Path) -> Path:
     for index, message in enumerate(conv.transcript):
         if message.activations is not None:
             message.activations.save(target / f"activations-{index:05d}.safetensors")
+        if message.edited is not None:
+            stored = json.dumps(encode(message.edited, f"the edits of message {index}"))
+            (target / f"edited-{index:05d}.json").write_text(stored, encoding="utf-8")
     work = target / "conversation.json.new"
     work.write_text(text, encoding="utf-8", errors="surrogatepass")
     work.replace(target / "conversation.json")
@@ -265,6 +295,11 @@ def load(kind: type[D], folder: str | Path, *, trust: bool) -> D:
         index = int(file.stem.split("-")[1])
         if index < len(transcript):
             transcript.replace(index, transcript[index].with_(activations=Activations.load(file)))
+    for file in sorted(Path(folder).glob("edited-*.json")):
+        index = int(file.stem.split("-")[1])
+        if index < len(transcript):
+            made = decode(json.loads(file.read_text(encoding="utf-8")), file.name, trust)
+            transcript.replace(index, transcript[index].with_(edited=made))
     conv._transcript = transcript
     for name, (_, read) in _STATE.items():
         setattr(conv, name, read(document["state"][name]))

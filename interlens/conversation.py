@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from interlens import archive, html, program, rollouts
+from interlens import archive, crossing, html, program, rollouts
 from interlens.chat.reasoning import Visibility
 from interlens.chat.view import View
 from interlens.dialogue import Dialogue, Tap
 from interlens.errors import nearest
+from interlens.hooks import TurnHook
 from interlens.interp.capture import Activations, Capture
+from interlens.interp.directions import Direction
 from interlens.interp.edits import Edit, edits_of
 from interlens.interp.tracing import trace
 from interlens.message import Message, sound
@@ -205,9 +207,10 @@ class Conversation(Dialogue):
     def hook(self, *what: Any, speaker: str | None = None, turns: Any = None) -> "Conversation":
         """Attach captures and edits to the turns of a speaker; `turns` counts speaking turns."""
         for item in what:
-            if not isinstance(item, Capture | Edit):
+            if not isinstance(item, Capture | Edit | TurnHook):
                 raise TypeError(
-                    f"hook takes Capture(...), Steer(...), Ablate(...) or Patch(...); got {item!r}"
+                    "hook takes Capture(...), Steer(...), Ablate(...), Patch(...) or a TurnHook; got "
+                    f"{item!r}"
                 )
         added = tuple(Hooked(item, speaker, turns) for item in what)
         return self._with(hooks=(*self.recipe.hooks, *added))
@@ -320,6 +323,10 @@ class Conversation(Dialogue):
             yield tap.caught
         finally:
             self.taps.remove(tap)
+
+    def project(self, direction: Direction, readers: Sequence[Any] | None = None) -> "pandas.DataFrame":
+        """The mean projection h.u over every message's content, in the view of everybody who reads it."""
+        return crossing.project(self, direction, readers)
 
     def trace(self, speaker: Any, turn: int = -1, *, edits: bool = True, grad: bool = False) -> Any:
         """An nnsight tracer over exactly the ids that a participant saw and said in one of its turns.

@@ -1,6 +1,8 @@
-"""Hooks of a conversation: what may approve, deny or edit a message before it is committed."""
+"""Hooks of a conversation: what may approve, deny or edit a message before it is committed, and what may look
+into a turn and change it.
+"""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -47,6 +49,23 @@ class MessageHook(Protocol):
     """Looks at a message before it is committed. A plain function with the same arguments will do."""
 
     def review(self, message: Message, conversation: Any) -> Review | None: ...
+
+
+class TurnHook:
+    """Looks at a turn before and after it is taken; the general form of captures and edits.
+
+    `before` returns what is to be captured and edited in this turn. `after` sees the message and what was
+    captured for it, and returns it, another one, or `None` to deny the turn. Both run in the order of the
+    turns, again when a run is resumed: what they return must follow from what they are given.
+    """
+
+    def before(self, turn: Any) -> Sequence[Any] | None:
+        """Captures and edits of this turn, from what its speaker is told (`participants.Turn`)."""
+        return None
+
+    def after(self, turn: Any, message: Message, activations: Any) -> Message | None:
+        """The message to commit; `None` denies the turn."""
+        return message
 
 
 def reviewer(hook: Any) -> Callable[[Message, Any], Any]:

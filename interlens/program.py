@@ -13,7 +13,7 @@ from interlens.chat.context import policy_of
 from interlens.chat.view import Entry, View
 from interlens.dialogue import Dialogue, edited
 from interlens.errors import ContextOverflow, ParticipantError
-from interlens.hooks import Review, reviewer, run_review
+from interlens.hooks import Review, TurnHook, reviewer, run_review
 from interlens.interp.capture import Capture
 from interlens.interp.edits import Edit
 from interlens.message import Message
@@ -112,6 +112,8 @@ def take(
         raise ValueError(f"{speaker.name}'s turn may generate {cap} tokens; a turn needs at least one")
     attempt = conv.attempts_here(speaker.name)
     turn = situation(conv, speaker, path, replace(options, cap=cap), purpose="turn", draw=attempt)
+    hooks = turn_hooks(conv, speaker)
+    turn = yield from _prepared(turn, hooks)
     message = yield from speaker.reply(turn)
     refused = message.metadata.get("finish")
     if refused == "cancelled":
@@ -130,8 +132,39 @@ def take(
             return None
         if review.verdict == "edit" and review.content is not None:
             message = edited(message, review.content, review.reason)
+    for number, hook in enumerate(hooks):
+        args = (turn, message, message.activations)
+        after = yield Call(fn=hook.after, args=args, path=f"{path}/after/{number}", replay="again")
+        if after is None:
+            conv.note_denied(message, f"denied by {type(hook).__name__}")
+            return None
+        if not isinstance(after, Message):
+            raise TypeError(f"{type(hook).__name__}.after returns a message or None; got {after!r}")
+        message = after
     conv.commit(message)
     return message
+
+
+def turn_hooks(conv: Dialogue, speaker: Participant) -> list[TurnHook]:
+    """The hooks that look into this turn."""
+    found = [h.what for h in conv.recipe.hooks if h.applies(speaker.name, conv.n_turns)]
+    return [what for what in found if isinstance(what, TurnHook)]
+
+
+def _prepared(turn: Turn, hooks: Sequence[TurnHook]) -> Generator[Any, Any, Turn]:
+    """The turn with what its hooks want captured and edited."""
+    for number, hook in enumerate(hooks):
+        path = f"{turn.path}/before/{number}"
+        made = (yield Call(fn=hook.before, args=(turn,), path=path, replay="again")) or ()
+        for item in made:
+            if not isinstance(item, Capture | Edit):
+                raise TypeError(f"{type(hook).__name__}.before returns captures and edits; got {item!r}")
+        turn = replace(
+            turn,
+            captures=(*turn.captures, *(i for i in made if isinstance(i, Capture))),
+            edits=(*turn.edits, *(i for i in made if isinstance(i, Edit))),
+        )
+    return turn
 
 
 def situation(
@@ -155,6 +188,12 @@ def situation(
     captures = [h for h in hooked if isinstance(h, Capture)] + [tap.capture for tap in conv.taps]
     edits = [h for h in hooked if isinstance(h, Edit)]
     last = next((e.message for e in reversed(entries) if e.message.author == speaker.name), None)
+    if last is not None and last.edited is None and _was_edited(last):
+        raise ValueError(
+            f"{speaker.name}'s last turn was edited inside, and this copy of the conversation does not hold "
+            f"with what: its memory cannot be made again. Conversation.save keeps it; branch_from an earlier "
+            f"message leaves it out"
+        )
     return Turn(
         entries=tuple(entries),
         turn=conv.n_turns,
@@ -180,6 +219,11 @@ def situation(
     )
 
 
+def _was_edited(message: Message) -> bool:
+    receipts = message.metadata.get("receipts", ())
+    return any(r.get("kind") == "edit" and r.get("history") == "lived" for r in receipts)
+
+
 def sample(
     conv: Dialogue, speakers: Sequence[Participant], n: int, extra: Message | None, options: Options
 ) -> Generator[Any, Any, list[list[Message]]]:
@@ -188,7 +232,9 @@ def sample(
     for speaker in speakers:
         began = conv.count_draws(speaker.name, n)
         replies = [
-            speaker.reply(
+            _sampled(
+                conv,
+                speaker,
                 situation(
                     conv,
                     speaker,
@@ -197,7 +243,7 @@ def sample(
                     purpose="sample",
                     draw=began + i,
                     extra=extra,
-                )
+                ),
             )
             for i in range(n)
         ]
@@ -206,6 +252,12 @@ def sample(
             conv.catch(message)
         out.append(said)
     return out
+
+
+def _sampled(conv: Dialogue, speaker: Participant, turn: Turn) -> Generator[Any, Any, Message]:
+    """A reply that is not committed: hooks see its beginning."""
+    turn = yield from _prepared(turn, turn_hooks(conv, speaker))
+    return (yield from speaker.reply(turn))
 
 
 def look(conv: Dialogue, speaker: Participant) -> Generator[Any, Any, View]:

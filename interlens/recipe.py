@@ -11,7 +11,7 @@ from interlens import speakers, stop, templating
 from interlens.chat.context import policy_of
 from interlens.chat.reasoning import Visibility
 from interlens.errors import nearest
-from interlens.hooks import reviewer
+from interlens.hooks import TurnHook, reviewer
 from interlens.interp.capture import Capture
 from interlens.interp.edits import Edit
 from interlens.participants import HumanParticipant, Participant
@@ -32,7 +32,7 @@ class ExecutionMode:
 class Hooked:
     """A capture or an edit that a recipe carries, and whose turns it applies to."""
 
-    what: Capture | Edit
+    what: Capture | Edit | TurnHook
     speaker: str | None = None
     """`None` is everybody."""
     turns: slice | int | None = None
@@ -49,6 +49,9 @@ class Hooked:
 
     def describe(self) -> Any:
         turns = repr(self.turns)
+        if isinstance(self.what, TurnHook):
+            what = templating.describe_callable(type(self.what))
+            return {"hook": what, "speaker": self.speaker, "turns": turns}
         kind = "capture" if isinstance(self.what, Capture) else "edit"
         return {kind: self.what.describe(), "speaker": self.speaker, "turns": turns}
 

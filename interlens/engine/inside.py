@@ -177,5 +177,6 @@ def receipts(row: Row) -> tuple[dict[str, Any], ...]:
             "layer": e.layer,
             "positions": touched,
         }
-        made.append(what | {"run": count, "moved": total / count if count else None, "source": e.source})
+        more = {"history": e.history, "source": e.source}
+        made.append(what | {"run": count, "moved": total / count if count else None} | more)
     return (*again, *made)

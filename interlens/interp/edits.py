@@ -38,7 +38,7 @@ class Change:
     keep_norm: bool = False
     columns: tuple[int, ...] | None = None
     """The numbers of the site that are changed, in groups of `w`; `None` is all."""
-    _there: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _there: dict[Any, Any] = field(default_factory=dict, repr=False, init=False)
     """The vector on other devices."""
 
     @cached_property

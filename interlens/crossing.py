@@ -1,0 +1,178 @@
+"""The same words in several minds: what each participant's model makes of every message, and whether a push
+on one participant reaches the others.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from interlens import program
+from interlens.chat.spans import Span
+from interlens.chat.view import View
+from interlens.interp.capture import Capture
+from interlens.interp.directions import Direction
+from interlens.interp.edits import Steer
+from interlens.models import ModelParticipant
+from interlens.runner.scheduler import scheduler
+
+if TYPE_CHECKING:
+    import pandas
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One message as one participant's model reads it."""
+
+    message: int
+    """Index in the transcript."""
+    author: str
+    reader: str
+    positions: tuple[int, ...]
+    """Token positions of its content in the reader's view; position 0 is left out."""
+    tensor: "torch.Tensor"
+    """`[positions, d]`, or `[positions, 1]` where projected."""
+
+
+def readings(conv: Any, capture: Capture, readers: Sequence[Any] | None = None) -> list[Reading]:
+    """Every message's content in every reader's view, from one pass per reader over all that was said.
+
+    A message is in its speaker's own view and in every listener's; both are here. The pass is made without
+    edits: what a turn under an edit looked like inside is in its own captures.
+    """
+    people = [conv.participant(r) for r in (readers if readers is not None else conv.names)]
+    out = []
+    for who in people:
+        if not isinstance(who, ModelParticipant):
+            if readers is not None:
+                raise TypeError(f"{who.name} is answered by {type(who).__name__}, which reads nothing")
+            continue
+        view = scheduler().ask(program.look(conv, who))
+        [found] = who.forward([view.ids], capture=capture, logits="last")
+        [act] = found.activations.items
+        for index, author, at in _contents(view):
+            out.append(
+                Reading(
+                    message=index, author=author, reader=who.name, positions=at, tensor=act.tensor[list(at)]
+                )
+            )
+    return out
+
+
+def _contents(view: View) -> list[tuple[int, str, tuple[int, ...]]]:
+    """The content of every message of a view: index, author, positions."""
+    found: dict[int, tuple[str, list[int]]] = {}
+    for start, end, segment in view.spans():
+        if segment.message is not None and segment.part == "content" and segment.speaker is not None:
+            _, at = found.setdefault(segment.message, (segment.speaker, []))
+            at += [p for p in range(start, end) if p > 0]
+    return [(index, author, tuple(at)) for index, (author, at) in found.items() if at]
+
+
+def project(conv: Any, direction: Direction, readers: Sequence[Any] | None = None) -> "pandas.DataFrame":
+    """The mean of h.u over each message's content, in the view of everybody who reads it."""
+    import pandas
+
+    if direction.layer is None:
+        raise ValueError("the direction does not say its layer: Direction(vector, layer=12)")
+    capture = Capture(direction.site, layers=direction.layer, reduce=direction)
+    rows = [
+        {
+            "message": r.message,
+            "author": r.author,
+            "reader": r.reader,
+            "projection": float(r.tensor.mean()),
+            "tokens": len(r.positions),
+        }
+        for r in readings(conv, capture, readers)
+    ]
+    return pandas.DataFrame(rows, columns=["message", "author", "reader", "projection", "tokens"])
+
+
+@dataclass(frozen=True, eq=False)
+class Contagion:
+    """What a push on one participant did to another, turn by turn, with its control."""
+
+    frame: "pandas.DataFrame"
+    """One row per arm, run and message: `arm`, `seed`, `message`, `author`, `projection`, and the scores."""
+    pushed: str
+    measured: tuple[str, ...] = field(default=("projection",))
+
+    def effect(self, *, author: str | None = None) -> "pandas.DataFrame":
+        """Against the arm without a push, seeds paired: mean difference, its standard error, and n, by arm,
+        author and message.
+        """
+        import pandas
+
+        frame = self.frame if author is None else self.frame[self.frame.author == author]
+        plain = frame[frame.arm == "none"]
+        rows = []
+        for (arm, who, message), part in frame[frame.arm != "none"].groupby(["arm", "author", "message"]):
+            pairs = part.merge(plain, on=["seed", "message"], suffixes=("", "_plain"))
+            row = {"arm": arm, "author": who, "message": message, "n": len(pairs)}
+            for name in self.measured:
+                off = pairs[name] - pairs[f"{name}_plain"]
+                row |= {name: off.mean(), f"{name}_sem": off.sem()}
+            rows.append(row)
+        return pandas.DataFrame(rows)
+
+    def _repr_html_(self) -> str:
+        return str(self.effect().round(3).to_html(index=False, border=0))
+
+
+def contagion(
+    conv: Any,
+    direction: Direction,
+    *,
+    speaker: str,
+    coefs: Sequence[float] = (-3.0, 3.0),
+    turns: int = 2,
+    n: int = 40,
+    seed: int = 0,
+    scores: Mapping[str, Callable[[str], float]] | None = None,
+    control: bool = True,
+) -> Contagion:
+    """Push `speaker` along a direction and measure everybody: projections of each one's own words as they
+    were sampled, and `scores` of the words.
+
+    Arms: none, every coefficient, and with `control` a random direction of the same length at the same
+    coefficients. Seeds are paired across arms. Nobody but `speaker` is ever edited.
+    """
+    import pandas
+
+    if direction.layer is None:
+        raise ValueError("the direction does not say its layer: Direction(vector, layer=12)")
+    arms: dict[str, Any] = {"none": None}
+    for c in coefs:
+        arms[f"{c:+g}"] = Steer(direction, coef=c)
+        if control:
+            arms[f"random {c:+g}"] = Steer(direction.random_like(seed), coef=c)
+    own = Capture(direction.site, layers=direction.layer, reduce=direction, when="before")
+    rows = []
+    for arm, steer in arms.items():
+        recipe = conv.hook(_generated(own))
+        if steer is not None:
+            recipe = recipe.hook(steer, speaker=speaker)
+        report = recipe.turns(turns).rollout(n=n, seed=seed, progress=False)
+        for result in report.results.values():
+            if result.error is not None:
+                raise RuntimeError(f"{arm}: {result.id} failed") from result.error
+            rows += _measured(arm, result, scores or {})
+    names = ("projection", *(scores or {}))
+    return Contagion(pandas.DataFrame(rows), speaker, names)
+
+
+def _generated(capture: Capture) -> Capture:
+    return replace(capture, span=Span(phase="generated", part="content"))
+
+
+def _measured(arm: str, result: Any, scores: Mapping[str, Callable[[str], float]]) -> list[dict[str, Any]]:
+    acts = {a.turn: a for a in result.activations}
+    rows = []
+    for index, message in enumerate(result.transcript):
+        act = acts.get(message.metadata.get("turn")) if message.token_ids else None
+        if act is not None and act.participant == message.author:
+            row = {"arm": arm, "seed": result.seed, "message": index, "author": message.author}
+            row["projection"] = float(act.tensor.mean())
+            rows.append(row | {name: float(score(message.content)) for name, score in scores.items()})
+    return rows
