@@ -145,24 +145,29 @@ def _path_of(target: Any, field: str) -> str:
     return f"{module}:{name}"
 
 
+_LEAVES: dict[str, Callable[[Any], Any]] = {
+    "$float": untagged,
+    "$slice": lambda v: slice(*v["$slice"]),
+    "$bytes": lambda v: bytes.fromhex(v["$bytes"]),
+    "$set": lambda v: frozenset(v["$set"]),
+    "$tensor": lambda v: _tensor(v["$tensor"], v["shape"]),
+}
+"""Values that hold no others, by the key they are known by."""
+
+
 def decode(value: Any, field: str, trust: bool) -> Any:
     """The inverse of `encode`; what would import code needs `trust`."""
     if isinstance(value, list):
         return [decode(v, field, trust) for v in value]
     if not isinstance(value, dict):
         return value
-    if "$float" in value:
-        return untagged(value)
     if "$unsaved" in value:
         raise StoreError(f"{field} was not stored: {value['$unsaved']}")
     if "$tuple" in value:
         return tuple(decode(v, field, trust) for v in value["$tuple"])
-    if "$slice" in value:
-        return slice(*value["$slice"])
-    if "$bytes" in value or "$set" in value:
-        return bytes.fromhex(value["$bytes"]) if "$bytes" in value else frozenset(value["$set"])
-    if "$tensor" in value:
-        return _tensor(value["$tensor"], value["shape"])
+    for tag, read in _LEAVES.items():
+        if tag in value:
+            return read(value)
     if "$dict" in value:
         return {decode(k, field, trust): decode(v, field, trust) for k, v in value["$dict"]}
     if "$kind" in value:

@@ -150,12 +150,13 @@ def rows_of(side: Any, site: str, layer: int | None, participant: Any = None) ->
     if isinstance(side, torch.Tensor):
         return side[None] if side.dim() == 1 else side
     if isinstance(side, Activations):
-        found = side.query(site=site, layer=layer)
-        if not found:
+        acts = side.query(site=site, layer=layer)
+        if not acts:
             raise ValueError(f"nothing was captured at {site}, layer {layer}: {side!r}")
-        return torch.cat([a.tensor for a in found])
+        return torch.cat([a.tensor for a in acts])
     if hasattr(side, "activations"):  # a report
-        return rows_of(side.activations(site=f"{site}.{layer}"), site, layer)
+        found: torch.Tensor = side.activations(site=f"{site}.{layer}").tensor
+        return found
     if hasattr(side, "transcript"):
         return rows_of(_captured(side), site, layer)
     items = [side] if isinstance(side, str) else list(side)
