@@ -146,7 +146,7 @@ class HuggingFaceBackend:
                 f"the prompt has {len(ids)} tokens; {self.name} reads {self.context_limit}"
                 f"{', the reply included' if limit < self.context_limit else ''}: shorten it"
             )
-        for _, site, layer in plan.kept if plan is not None else ():
+        for _, site, layer in plan.seen if plan is not None else ():
             self._check_address(site, layer)
         for edit in plan.edits if plan is not None else ():
             self._check_address(*edit.address)

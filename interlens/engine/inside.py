@@ -9,6 +9,7 @@ from interlens.engine.kv import Segment, Slots
 from interlens.engine.rows import Row
 from interlens.errors import EngineError
 from interlens.interp.hooks import Address, Kept, Session, Stroke, Wanted
+from interlens.interp.plan import name_of
 
 Work = Sequence[tuple[Row, list[int]]]
 
@@ -26,7 +27,7 @@ def wanted(work: Work, segments: Sequence[Segment], device: torch.device) -> Wan
         if plan is None:
             continue
         if offsets := row.wants(s.past, len(ids)):
-            for kind in plan.kept:
+            for kind in plan.seen:
                 keep.setdefault(kind, []).extend(s.start + o for o in offsets)
         for number, edit in enumerate(plan.edits):
             touched = row.touches(edit.where, s.past, len(ids))
@@ -73,7 +74,7 @@ def patterns(work: Work, segments: Sequence[Segment]) -> dict[int, list[tuple[in
     """By layer, the queries whose attention is wanted: token of the pass, slot, position."""
     out: dict[int, list[tuple[int, int, int]]] = {}
     for (row, ids), s in zip(work, segments, strict=True):
-        for _, site, layer in row.request.plan.kept if row.request.plan is not None else ():
+        for _, site, layer in row.request.plan.seen if row.request.plan is not None else ():
             if site == "attn_pattern":
                 places = [(s.start + o, s.slot, s.past + o) for o in row.wants(s.past, len(ids))]
                 out.setdefault(layer, []).extend(places)
@@ -85,7 +86,7 @@ def logits_of(row: Row, s: Segment, n: int) -> list[int]:
     if row.request.all_logits:
         return list(range(n))
     plan = row.request.plan
-    kept = plan is not None and any(site == "logits" for _, site, _ in plan.kept)
+    kept = plan is not None and any(site == "logits" for _, site, _ in plan.seen)
     return sorted({*(row.wants(s.past, n) if kept else ()), n - 1})
 
 
@@ -96,12 +97,13 @@ def collect(work: Work, segments: Sequence[Segment], session: Session, slots: Sl
     """
     at: dict[Kept, int] = {}
     numbers, index = logits
+    session.kept = {kind: tensor.cpu() for kind, tensor in session.kept.items()}  # all rows at once
     for (row, ids), s, (begin, _) in zip(work, segments, index, strict=True):
         plan = row.request.plan
         if plan is None or row.finish == "error" or not (offsets := row.wants(s.past, len(ids))):
             continue
         chunk: dict[Kept, torch.Tensor] = {}
-        for kind in plan.kept:
+        for kind in plan.seen:
             first = at.get(kind, 0)
             at[kind] = first + len(offsets)
             if kind[1] == "logits":
@@ -109,8 +111,8 @@ def collect(work: Work, segments: Sequence[Segment], session: Session, slots: Sl
                 found = numbers[[begin + there.index(o) for o in offsets]]
             else:
                 found = _found(kind, session, slots, slice(first, at[kind]))
-            chunk[kind] = found.to("cpu", copy=True)
-        row.kept.append(([s.past + o for o in offsets], chunk))
+            chunk[kind] = found
+        row.keep([s.past + o for o in offsets], chunk)
     for address, strokes in session.wanted.strokes.items():
         for stroke in strokes:
             _note_moves(address, stroke)
@@ -153,11 +155,15 @@ def captured(row: Row) -> dict[str, torch.Tensor] | None:
     if plan is None or not plan.keeps or not row.kept:
         return None
     out = {"positions": torch.tensor([p for positions, _ in row.kept for p in positions])}
+    for r in plan.reduced:
+        out |= {
+            r.key(kind): row.reduced[r.key(kind)].value() for kind in r.kinds if r.key(kind) in row.reduced
+        }
     for when, site, layer in plan.kept:
         parts = [chunk[when, site, layer] for _, chunk in row.kept]
         if site == "attn_pattern":
             parts = list(_padded([w for part in parts for w in part])[None])
-        out[f"{'before:' if when == 'before' else ''}{site}.{layer}"] = torch.cat(parts)
+        out[name_of((when, site, layer))] = torch.cat(parts)
     return out
 
 

@@ -4,16 +4,16 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from interlens.engine.prefixes import BLOCK, Holder, block_keys
+from interlens.interp.capture import reduced
 from interlens.interp.edits import Where
 from interlens.interp.hooks import Kept
 from interlens.interp.plan import RowPlan
 from interlens.request import Finish, SamplingParams
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +94,48 @@ class Text:
             self.offsets[-1] = len(self.text)
 
 
+class Running:
+    """A reduction of activations that come in pieces; how they are cut does not change its bits."""
+
+    BLOCK = 64
+
+    def __init__(self, how: str, vector: Any = None) -> None:
+        self.how, self.vector = how, vector
+        self._parts: list[torch.Tensor] = []
+        self._waiting = 0
+        self._sum: Any = 0.0
+        self._count = 0
+
+    def add(self, found: "torch.Tensor") -> None:
+        """Take activations `[n, d]` of the next positions."""
+        if self.how == "last":
+            self._parts = [found[-1:].clone()]
+        elif self.how == "projection":
+            self._parts.append(reduced(found, (), self.vector)[0])
+        else:
+            self._parts.append(found.clone())
+            self._waiting += len(found)
+            if self._waiting >= self.BLOCK:
+                self._fold()
+
+    def _fold(self) -> None:
+        """Add up whole blocks, whose edges depend on how many positions came before alone."""
+        rows = torch.cat(self._parts)
+        whole = len(rows) // self.BLOCK * self.BLOCK
+        for block in rows[:whole].split(self.BLOCK):
+            self._sum = self._sum + block.double().sum(0)
+        self._count += whole
+        self._parts, self._waiting = [rows[whole:].clone()], len(rows) - whole
+
+    def value(self) -> "torch.Tensor":
+        """The mean `[1, d]`, the last `[1, d]`, or all projections `[n, 1]`."""
+        if self.how != "mean":
+            return torch.cat(self._parts)
+        rows = torch.cat(self._parts)
+        total = self._sum + rows.double().sum(0)
+        return (total / (self._count + len(rows)))[None].to(rows.dtype)
+
+
 @dataclass(eq=False)
 class Row:
     """The state of a live or waiting row."""
@@ -119,6 +161,8 @@ class Row:
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     kept: list[tuple[list[int], dict[Kept, "torch.Tensor"]]] = field(default_factory=list)
     """Captured chunks: positions and one tensor per address."""
+    reduced: dict[str, Running] = field(default_factory=dict)
+    """What is reduced on the way, by `Reduced.key`."""
     moved: dict[int, tuple[int, float]] = field(default_factory=dict)
     """By number of the plan's edit: how many positions it moved, and how far in all."""
     logits: list["torch.Tensor"] = field(default_factory=list)
@@ -183,6 +227,7 @@ class Row:
         """Forget what was computed, not what was said: the row runs again from its first token."""
         self.past, self.slot, self.holder = 0, -1, None
         self.moved.clear()
+        self.reduced.clear()
         for found in (self.keys, self.kept, self.logits):
             found.clear()
         for noted in (self.logprobs, self.entropy, self.top):
@@ -216,6 +261,20 @@ class Row:
             return []
         size = len(self.request.ids)
         return [i for i in range(n) if (plan.generated if start + i >= size else (start + i) in self.chosen)]
+
+    def keep(self, positions: list[int], chunk: dict[Kept, "torch.Tensor"]) -> None:
+        """Take what was seen at some positions: `[n, …]` for each address."""
+        plan = self.request.plan
+        assert plan is not None
+        self.kept.append((positions, {kind: chunk[kind].clone() for kind in plan.kept}))
+        size, end = len(self.request.ids), self.end
+        for r in plan.reduced:
+            rows = [
+                i for i, p in enumerate(positions) if r.where.holds(p, size, end) or r.how == "projection"
+            ]
+            for kind in r.kinds if rows else ():
+                found = self.reduced.setdefault(r.key(kind), Running(r.how, r.vector))
+                found.add(chunk[kind] if len(rows) == len(positions) else chunk[kind][rows])
 
     def touches(self, where: Where, start: int, n: int) -> list[int]:
         """Offsets within the next n tokens that an edit touches."""

@@ -70,6 +70,11 @@ class Capture:
                     out += [(site, n) for n in wanted]
         return list(dict.fromkeys(out))
 
+    @property
+    def site_names(self) -> set[str]:
+        """The sites without their layers."""
+        return {address.partition(".")[0] for address in self.sites}
+
     def describe(self) -> dict[str, Any]:
         """What belongs to a recipe's hash."""
         reduce = self.reduce if self.reduced_as != "projection" else digest_of(self.reduce)

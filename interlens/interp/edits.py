@@ -118,6 +118,11 @@ class Where:
     ended: bool = False
     """Whether the end token of the reply is one of them."""
 
+    def describe(self) -> list[Any]:
+        """For a log."""
+        reply = self.reply if isinstance(self.reply, bool) else sorted(self.reply)
+        return [sorted(self.prompt), reply, self.ended]
+
     def holds(self, position: int, size: int, end: int | None) -> bool:
         """Whether a position is one, of a row with a prompt of `size` tokens whose end token is at `end`."""
         if position < size:
@@ -153,9 +158,7 @@ class RowEdit:
 
     def digest(self) -> list[Any]:
         """For a log: what, and where."""
-        reply = self.where.reply if isinstance(self.where.reply, bool) else sorted(self.where.reply)
-        where = [sorted(self.where.prompt), reply, self.where.ended]
-        return [self.site, self.layer, self.change.digest.hex(), where]
+        return [self.site, self.layer, self.change.digest.hex(), self.where.describe()]
 
 
 # -- as a recipe says it

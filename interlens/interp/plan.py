@@ -6,17 +6,35 @@ that are not there yet: what it says must not depend on how long they become.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from interlens.chat.spans import At, Channel, Part, Segment, Span, SpanLike
 from interlens.chat.view import View
 from interlens.interp.capture import Activation, Capture, reduced
 from interlens.interp.edits import Change, Edit, RowEdit, Where, Widths
 from interlens.interp.hooks import Kept, When
+from interlens.interp.sites import FROM_ENGINE
 from interlens.request import digest_of
 
 _TRIED = 48
 """Tokens of a reply of which a span is asked."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """A capture whose positions are known beforehand: reduced while the row runs, so that little is kept."""
+
+    number: int
+    """The capture's place among those of the turn."""
+    kinds: tuple[Kept, ...]
+    how: Literal["mean", "last", "projection"]
+    where: Where
+    vector: Any = None
+    """Of a projection, `[d]`."""
+
+    def key(self, kind: Kept) -> str:
+        """The name of what comes back for one address."""
+        return f"{self.number}:{name_of(kind)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,27 +49,37 @@ class RowPlan:
     """Prompt positions to keep, ascending."""
     generated: bool = False
     """Whether generated tokens are kept."""
+    reduced: tuple[Reduced, ...] = ()
+    """What is reduced on the way, of any of these positions."""
     edits: tuple[RowEdit, ...] = ()
     """In the order in which they act."""
 
     @property
     def keeps(self) -> bool:
         """Whether anything is captured."""
-        return bool(self.captures or self.before)
+        return bool(self.captures or self.before or self.reduced)
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Everything that is captured: when, site, layer."""
+        """Everything that is kept as it is: when, site, layer."""
         whens: tuple[tuple[When, tuple[tuple[str, int], ...]], ...] = (
             ("before", self.before),
             ("after", self.captures),
         )
         return tuple((when, site, layer) for when, pairs in whens for site, layer in pairs)
 
+    @property
+    def seen(self) -> tuple[Kept, ...]:
+        """Everything that is looked at, kept as it is or reduced."""
+        return tuple(dict.fromkeys((*self.kept, *(kind for r in self.reduced for kind in r.kinds))))
+
     def digest(self) -> str:
         """Names the plan in a log."""
         kept = [self.captures, self.prompt, self.generated]
-        more = [self.before, [e.digest() for e in self.edits]] if self.before or self.edits else []
+        more: list[Any] = []
+        if self.before or self.edits or self.reduced:
+            less = [[r.number, r.kinds, r.how, r.where.describe(), r.vector] for r in self.reduced]
+            more = [self.before, [e.digest() for e in self.edits], less]
         return digest_of([*kept, *more])
 
 
@@ -98,8 +126,13 @@ def plan_of(
     prompt: set[int] = set()
     generated = False
     segments = turn_segments(view, turn, 3, 1, True)
-    for capture in captures:
-        pairs[capture.when] |= dict.fromkeys(capture.addresses(n_layers))
+    reduced: list[Reduced] = []
+    for number, capture in enumerate(captures):
+        less = _reduced(number, capture, view, n_layers, turn)
+        if less is None:
+            pairs[capture.when] |= dict.fromkeys(capture.addresses(n_layers))
+        else:
+            reduced.append(less)
         mask = _mask(capture.span, segments, view.pov)
         generated = generated or any(mask[-3:]) or _counts(capture.span)
         prompt |= {i for i, chosen in enumerate(mask[:-3]) if chosen}
@@ -111,8 +144,25 @@ def plan_of(
         before=tuple(pairs["before"]),
         prompt=tuple(sorted(prompt)),
         generated=generated,
+        reduced=tuple(reduced),
         edits=(*_remembered(past, now, view), *now),
     )
+
+
+def _reduced(number: int, capture: Capture, view: View, n_layers: int, turn: int) -> Reduced | None:
+    """A capture as it is reduced on the way; `None` where its positions are known at the end only."""
+    how = capture.reduced_as
+    if how is None or capture.site_names & set(FROM_ENGINE):
+        return None
+    try:
+        where = where_of(capture, capture.span or Span(), view, turn)
+    except ValueError:
+        return None
+    kinds = tuple((capture.when, site, layer) for site, layer in capture.addresses(n_layers))
+    if how == "mean" and where.prompt != {0}:
+        where = replace(where, prompt=where.prompt - {0})
+    vector = capture.reduce if how == "projection" else None
+    return Reduced(number, kinds, how, where, vector)
 
 
 def _resolved(
@@ -120,7 +170,11 @@ def _resolved(
 ) -> list[RowEdit]:
     """One edit in this turn: an entry for every address."""
     assert widths is not None
-    where = where_of(edit, view, turn)
+    size = len(view.ids)
+    if edit.span is None:
+        where = Where(prompt=frozenset([size - 1]), reply=True, ended=True)
+    else:
+        where = where_of(edit, edit.span, view, turn)
     out = []
     for site, layer, change in edit.change(turn, n_layers, widths):
         rows: dict[int, int] = {}
@@ -155,13 +209,11 @@ def _places(change: Change, where: Where, address: str) -> dict[int, int]:
     return {p: i if len(change.vector) > 1 else 0 for i, p in enumerate(positions)}
 
 
-def where_of(edit: Edit, view: View, turn: int) -> Where:
-    """The positions that an edit's span selects in the prompt, and what it says of the reply."""
+def where_of(what: Edit | Capture, span: SpanLike, view: View, turn: int) -> Where:
+    """The positions that a span selects in the prompt, and what it says of a reply that is not there yet."""
     size = len(view.ids)
-    if edit.span is None:
-        return Where(prompt=frozenset([size - 1]), reply=True, ended=True)
     masks = {
-        (n, thought, ended): _mask(edit.span, turn_segments(view, turn, n, thought, ended), view.pov)
+        (n, thought, ended): _mask(span, turn_segments(view, turn, n, thought, ended), view.pov)
         for n, thought, ended in (
             (_TRIED, 0, False),
             (_TRIED + 1, 0, False),
@@ -172,22 +224,22 @@ def where_of(edit: Edit, view: View, turn: int) -> Where:
     plain, longer = masks[_TRIED, 0, False], masks[_TRIED + 1, 0, False]
     if plain != longer[:-1]:
         raise ValueError(
-            f"{edit.span} counts from the end of a reply that is not there yet; an edit's span may count "
+            f"{span} counts from the end of a reply that is not there yet; its span may count "
             f"with first=, or within the prompt: & Span(phase='prompt')"
         )
     if masks[_TRIED, _TRIED, False] != plain:
         raise ValueError(
-            f"{edit.span} tells reasoning from answer, which is not known while a token is sampled; leave "
+            f"{span} tells reasoning from answer, which is not known while a token is sampled; leave "
             f"the channel out, or select within the prompt: & Span(phase='prompt')"
         )
     prompt = frozenset(i for i in range(size) if plain[i])
     reply = frozenset(i for i in range(_TRIED) if plain[size + i])
     whole = len(reply) == _TRIED
     if not whole and (_TRIED - 1) in reply:
-        raise ValueError(f"{edit.span} selects some tokens of a reply by a rule that has no end; use first=")
+        raise ValueError(f"{span} selects some tokens of a reply by a rule that has no end; use first=")
     if not prompt and not reply:
         raise ValueError(
-            f"{type(edit).__name__} with span {edit.span} matches no token of {view.pov}'s turn {turn}; "
+            f"{type(what).__name__} with span {span} matches no token of {view.pov}'s turn {turn}; "
             f"look at conv.view({view.pov!r}).spans()"
         )
     return Where(prompt=prompt, reply=whole or (reply if reply else False), ended=masks[_TRIED, 0, True][-1])
@@ -214,6 +266,12 @@ def _remembered(past: Edited | None, now: Sequence[RowEdit], view: View) -> list
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def name_of(kind: Kept) -> str:
+    """The name under which an address comes back."""
+    when, site, layer = kind
+    return f"{'before:' if when == 'before' else ''}{site}.{layer}"
 
 
 def _counts(span: SpanLike | None) -> bool:
@@ -280,7 +338,7 @@ def cut(
     segments = turn_segments(view, turn, n_reply, thought, ended)
     place = {p: i for i, p in enumerate(raw["positions"].tolist())}
     out, receipts = [], []
-    for capture in captures:
+    for number, capture in enumerate(captures):
         wanted = [
             i for i, chosen in enumerate(_mask(capture.span, segments, view.pov)) if chosen and i in place
         ]
@@ -291,9 +349,13 @@ def cut(
             )
         kept = [p for p in wanted if p > 0] or wanted if capture.reduce == "mean" else wanted
         rows = torch.tensor([place[p] for p in kept])
-        early = "before:" if capture.when == "before" else ""
         for site, layer in capture.addresses(n_layers):
-            tensor, at = reduced(raw[f"{early}{site}.{layer}"][rows], tuple(kept), capture.reduce)
+            name = name_of((capture.when, site, layer))
+            if (less := raw.get(f"{number}:{name}")) is None:
+                tensor, at = reduced(raw[name][rows], tuple(kept), capture.reduce)
+            else:  # a mean or the last position came by itself, projections for every position
+                tensor = less[rows] if capture.reduced_as == "projection" else less
+                at = tuple(kept[-1:] if capture.reduced_as == "last" else kept)
             out.append(
                 Activation(
                     participant=view.pov,
@@ -308,5 +370,7 @@ def cut(
                 )
             )
             what = {"site": site, "layer": layer, "positions": len(at), "reduce": capture.reduced_as}
-            receipts.append({"kind": "capture", **what} | ({"when": "before"} if early else {}))
+            receipts.append(
+                {"kind": "capture", **what} | ({"when": "before"} if capture.when == "before" else {})
+            )
     return out, receipts

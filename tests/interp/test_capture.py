@@ -55,7 +55,7 @@ def kept(plan, n_reply):
     """What an engine keeps under a plan: each row of a tensor says its site, layer and position."""
     positions = [*plan.prompt, *(range(N, N + n_reply) if plan.generated else ())]
     out = {"positions": torch.tensor(positions, dtype=torch.int64)}
-    for site, layer in plan.captures:
+    for _, site, layer in plan.seen:
         out[f"{site}.{layer}"] = torch.tensor([[p, layer, site == "resid_pre"] for p in positions]).float()
     return out
 

@@ -1,5 +1,6 @@
 """Edits in the batch: the numbers are those of raw torch hooks on the same ids, a row's own in any batch."""
 
+import dataclasses
 import itertools
 import math
 
@@ -11,7 +12,7 @@ from interlens.chat.spans import At, Span
 from interlens.engine.batch import Engine
 from interlens.engine.compiled import kernel
 from interlens.interp.edits import Change, Patch, RowEdit, Steer, Where
-from interlens.interp.plan import RowPlan
+from interlens.interp.plan import Reduced, RowPlan
 from interlens.interp.sites import Sites
 from interlens.models import AutoModelParticipant
 from tests.engine.driving import GREEDY, drive, packed_tiny, prompt, row
@@ -404,3 +405,53 @@ def test_a_denied_turn_leaves_no_edited_memory():
     assert conv.step("alice") is None
     plain = conv.step("bob", temperature=0)
     assert "receipts" not in plain.metadata
+
+
+# -- reductions on the way
+
+
+def test_a_reduction_on_the_way_is_that_of_everything_and_the_row_s_own(model):
+    """A mean's blocks are cut by the number of positions alone, so prefill pieces and mates do not show."""
+    everything = Where(prompt=frozenset(range(1, 150)), reply=True)
+    kinds = (("after", "resid_post", 1), ("before", "resid_post", 0))
+    plans, rows = [], []
+    for i, n in enumerate((150, 70, 64, 9)):
+        where = Where(prompt=frozenset(p for p in everything.prompt if p < n), reply=True, ended=False)
+        less = tuple(
+            Reduced(k, kinds, how, where, V if how == "projection" else None)
+            for k, how in enumerate(("mean", "last", "projection"))
+        )
+        whole = {"captures": (("resid_post", 1),), "before": (("resid_post", 0),)}
+        seen = {"prompt": tuple(range(n)), "generated": True, "edits": (edit("add", 2.0, where=where),)}
+        plans.append((RowPlan(reduced=less, **seen), RowPlan(**whole, **seen)))
+        rows.append(row(prompt(n, 70 + i), 5, seed=i, plan=plans[-1][0]))
+    alone = [drive(Engine(model, max_rows=1), [r])[0].done.captures for r in rows]
+    for options in ({}, {"prefill_budget": 7, "max_rows": 3}, {"prefill_budget": 31}):
+        for a, b in zip(alone, drive(Engine(model, **options), rows), strict=True):
+            assert a.keys() == b.done.captures.keys()
+            assert all(torch.equal(a[k], b.done.captures[k]) for k in a)
+    for r, a, (_, whole) in zip(rows, alone, plans, strict=True):
+        [result] = drive(Engine(model), [dataclasses.replace(r, plan=whole)])
+        full = result.done.captures
+        assert not [name for name in a if name in ("resid_post.1", "before:resid_post.0")], (
+            "nothing else is kept"
+        )
+        for name in ("resid_post.1", "before:resid_post.0"):
+            assert torch.allclose(a[f"0:{name}"][0], full[name][1:].double().mean(0).float(), atol=1e-6)
+            assert torch.equal(a[f"1:{name}"][0], full[name][-1])
+            assert torch.allclose(a[f"2:{name}"][:, 0], full[name] @ U, atol=1e-3)
+
+
+def test_a_mean_of_a_turn_is_the_mean_of_its_positions():
+    span = Span(phase="generated", part="content") | Span(speaker="bob")
+    both = [Capture("resid_post", layers=1, span=span, reduce=how) for how in ("mean", None, "last")]
+    conv = talk()
+    conv.run(2)
+    mean, whole, last = conv.step("alice", capture=both).activations
+    assert mean.positions == whole.positions
+    assert mean.tensor.shape == (1, D)
+    assert torch.allclose(mean.tensor[0], whole.tensor.mean(0), atol=1e-5)
+    assert torch.equal(last.tensor[0], whole.tensor[-1])
+    counted = conv.step("alice", capture=Capture("resid_post", layers=1, span=Span(last=3), reduce="mean"))
+    [act] = counted.activations
+    assert len(act.positions) == 3, "a span that counts from the end is reduced at the end"
