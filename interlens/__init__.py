@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from interlens.interp.edits import Ablate as Ablate
     from interlens.interp.edits import Patch as Patch
     from interlens.interp.edits import Steer as Steer
+    from interlens.interp.features import Features as Features
     from interlens.interp.probes import Probe as Probe
     from interlens.interp.reading import attention as attention
     from interlens.interp.reading import attribution as attribution
@@ -71,6 +72,7 @@ _MODULES: dict[str, str] = {
     "hooks": "TurnHook approve deny edit",
     "interp.capture": "Activations Capture",
     "interp.directions": "Direction",
+    "interp.features": "Features",
     "interp.edits": "Ablate Patch Steer",
     "interp.probes": "Probe",
     "interp.reading": "attention attribution logit_lens patch_grid",

@@ -19,6 +19,7 @@ from interlens.hooks import TurnHook
 from interlens.interp.capture import Activations, Capture
 from interlens.interp.directions import Direction
 from interlens.interp.edits import Edit, edits_of
+from interlens.interp.reading import patch_grid
 from interlens.interp.tracing import trace
 from interlens.message import Message, sound
 from interlens.models import SAMPLING, AutoModelParticipant, ModelParticipant
@@ -327,6 +328,21 @@ class Conversation(Dialogue):
     def project(self, direction: Direction, readers: Sequence[Any] | None = None) -> "pandas.DataFrame":
         """The mean projection h.u over every message's content, in the view of everybody who reads it."""
         return crossing.project(self, direction, readers)
+
+    def compare(self, other: "Conversation", direction: Direction | None = None) -> "pandas.DataFrame":
+        """This branch and another side by side: words, log-probabilities and projections, by message."""
+        return crossing.compare(self, other, direction)
+
+    def patch_grid(
+        self, other: "Conversation", speaker: Any, metric: Any, **where: Any
+    ) -> "pandas.DataFrame":
+        """Run what a speaker sees in `other` with one activation of this branch at a time.
+
+        `metric` takes the next token's logits `[V]`; `site=`, `layers=` and `positions=` say where (see
+        `interlens.patch_grid`). A cell is the share of the way from the other branch (0) to this one (1).
+        """
+        who = self.participant(speaker)
+        return patch_grid(who, self.view(who).ids, other.view(who.name).ids, metric, **where)
 
     def trace(self, speaker: Any, turn: int = -1, *, edits: bool = True, grad: bool = False) -> Any:
         """An nnsight tracer over exactly the ids that a participant saw and said in one of its turns.

@@ -89,6 +89,36 @@ def project(conv: Any, direction: Direction, readers: Sequence[Any] | None = Non
     return pandas.DataFrame(rows, columns=["message", "author", "reader", "projection", "tokens"])
 
 
+def compare(a: Any, b: Any, direction: Direction | None = None) -> "pandas.DataFrame":
+    """Two branches side by side, message by message: words, whether the ids are the same, the mean
+    log-probability of each reply where it was kept (`logprobs=True`), and with a direction the projection of
+    each message in its author's own view.
+    """
+    import pandas
+
+    sides = {"a": a, "b": b}
+    tables = {}
+    if direction is not None:
+        for name, conv in sides.items():
+            frame = project(conv, direction)
+            own = frame[frame.author == frame.reader]
+            tables[name] = dict(zip(own.message, own.projection, strict=True))
+    rows = []
+    for i in range(max(len(a.transcript), len(b.transcript))):
+        found = {name: c.transcript[i] if i < len(c.transcript) else None for name, c in sides.items()}
+        there = [m for m in found.values() if m is not None]
+        same = len(there) == 2 and there[0].content == there[1].content
+        row: dict[str, Any] = {"message": i, "author": there[0].author, "same": same}
+        for name, message in found.items():
+            logprobs = message.metadata.get("logprobs") if message is not None else None
+            row[name] = message.content if message is not None else None
+            row[f"logprob_{name}"] = sum(logprobs) / len(logprobs) if logprobs else None
+            if direction is not None:
+                row[f"projection_{name}"] = tables[name].get(i)
+        rows.append(row)
+    return pandas.DataFrame(rows)
+
+
 @dataclass(frozen=True, eq=False)
 class Contagion:
     """What a push on one participant did to another, turn by turn, with its control."""
