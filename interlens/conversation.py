@@ -347,10 +347,9 @@ class Conversation(Dialogue):
     def trace(self, speaker: Any, turn: int = -1, *, edits: bool = True, grad: bool = False) -> Any:
         """An nnsight tracer over exactly the ids that a participant saw and said in one of its turns.
 
-        `turn` counts the speaking turns of the conversation, negative from the last of this speaker's. The
-        turn's edits are made again unless `edits=False`; `grad=True` keeps gradients. `tracer.nn` is the
-        wrapped model: `with conv.trace("bob") as t: h = t.nn.model.layers[12].output.save()`. Limits are
-        nnsight's: the body on lines of its own, modules in the order in which they run, one trace at a time.
+        `turn` counts speaking turns, negative from this speaker's last. The turn's edits are made again
+        unless `edits=False`. `tracer.nn` is the wrapped model: `t.nn.model.layers[12].output.save()`. Limits are
+        nnsight's (`interp.tracing`).
         """
         who = self.participant(speaker)
         message = self._spoken(who.name, turn)
@@ -410,11 +409,9 @@ class Conversation(Dialogue):
     def save_html(self, path: str | Path) -> Path:
         """Write one self-contained file."""
         messages = self._transcript.html_messages()
-        target = Path(path)
-        target.write_text(
-            sound(html.page(repr(self), html.tag("h1", repr(self)), *messages)), encoding="utf-8"
-        )
-        return target
+        whole = sound(html.page(repr(self), html.tag("h1", repr(self)), *messages))
+        Path(path).write_text(whole, encoding="utf-8")
+        return Path(path)
 
     # -- keeping
 
