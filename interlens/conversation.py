@@ -348,8 +348,8 @@ class Conversation(Dialogue):
         """An nnsight tracer over exactly the ids that a participant saw and said in one of its turns.
 
         `turn` counts speaking turns, negative from this speaker's last. The turn's edits are made again
-        unless `edits=False`. `tracer.nn` is the wrapped model: `t.nn.model.layers[12].output.save()`. Limits are
-        nnsight's (`interp.tracing`).
+        unless `edits=False`. `tracer.nn` is the wrapped model: `t.nn.model.layers[12].output.save()`.
+        Limits are nnsight's (`interp.tracing`).
         """
         who = self.participant(speaker)
         message = self._spoken(who.name, turn)

@@ -194,21 +194,28 @@ class Activations:
     @classmethod
     def load(cls, path: str | Path) -> "Activations":
         """Read what `save` wrote."""
+        return cls._read(path, tensors=True)
+
+    @classmethod
+    def index(cls, path: str | Path) -> "Activations":
+        """The addresses in a file that `save` wrote; the tensors are empty, `[0]`, and are not read."""
+        return cls._read(path, tensors=False)
+
+    @classmethod
+    def _read(cls, path: str | Path, *, tensors: bool) -> "Activations":
+        import torch
         from safetensors import safe_open
 
         with safe_open(str(path), framework="pt") as stored:
             header = stored.metadata() or {}
             if "activations" not in header:
                 raise StoreError(f"{path} was not written by Activations.save: its header names no addresses")
-            rest = json.loads(header["activations"])
-            return cls(
-                [
-                    Activation(
-                        **{**r, "positions": tuple(r["positions"])}, tensor=stored.get_tensor(f"{n:05d}")
-                    )
-                    for n, r in enumerate(rest)
-                ]
-            )
+            items = []
+            for n, rest in enumerate(json.loads(header["activations"])):
+                rest["positions"] = tuple(rest["positions"])
+                tensor = stored.get_tensor(f"{n:05d}") if tensors else torch.empty(0)
+                items.append(Activation(**rest, tensor=tensor))
+            return cls(items)
 
     def __repr__(self) -> str:
         sites = sorted({f"{a.site}.{a.layer}" for a in self.items})

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +134,14 @@ class RunResult:
         path = folder_store.activation_file(self._folder, self.id) if self._folder is not None else None
         return Activations.load(path) if path is not None and path.exists() else Activations()
 
+    @property
+    def activation_index(self) -> Activations:
+        """The addresses of what was captured; from a run folder without reading a tensor."""
+        path = folder_store.activation_file(self._folder, self.id) if self._folder is not None else None
+        if self._live is None and path is not None and path.exists():
+            return Activations.index(path)
+        return self.activations
+
     def __repr__(self) -> str:
         n = len(self.record["transcript"])
         return f"RunResult({self.id}: {self.outcome}, {n} messages, {self.tokens_generated} tokens)"
@@ -142,21 +151,34 @@ class RunResult:
 
 
 class Rows:
-    """Activations of many jobs, row-aligned: `.tensor` `[rows, d]` and `.frame()` with one line per row."""
+    """Activations of many jobs, row-aligned: `.tensor` `[rows, d]` and `.frame()` with one line per row.
 
-    def __init__(self, rows: list[dict[str, Any]], tensors: "list[torch.Tensor]") -> None:
-        self._rows, self._tensors = rows, tensors
+    The frame is made of addresses alone; tensors are read when they are asked for, all at once by `.tensor`,
+    job by job by `.parts()`.
+    """
+
+    def __init__(self, rows: list[dict[str, Any]], jobs: "list[Callable[[], list[torch.Tensor]]]") -> None:
+        self._rows, self._jobs = rows, jobs
+
+    def parts(self) -> "Iterator[torch.Tensor]":
+        """The rows of one job after the other, `[rows of the job, d]`."""
+        import torch
+
+        for read in self._jobs:
+            if tensors := read():
+                yield torch.cat(tensors)
 
     @property
     def tensor(self) -> "torch.Tensor":
         """`[rows, d]`."""
         import torch
 
-        if not self._tensors:
+        found = list(self.parts())
+        if not found:
             raise LookupError(
                 "no activation matches; see report.results[id].activations.frame() for what there is"
             )
-        return torch.cat(self._tensors)
+        return torch.cat(found)
 
     def frame(self) -> "pandas.DataFrame":
         """Job, participant, turn, site, layer and position of every row of the tensor; a mean has none."""
@@ -167,6 +189,10 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+
+def _tensors(result: RunResult, site: str | None, speaker: str | None) -> "list[torch.Tensor]":
+    return [a.tensor for a in result.activations.query(site=site, participant=speaker)]
 
 
 class RunReport:
@@ -238,10 +264,11 @@ class RunReport:
 
     def activations(self, *, site: str | None = None, speaker: str | None = None) -> Rows:
         """Everything that was captured at a site (`resid_post.12`), by a speaker, as rows."""
-        rows, tensors = [], []
+        rows: list[dict[str, Any]] = []
+        jobs: list[Callable[[], list[torch.Tensor]]] = []
         for job, result in self.results.items():
-            for a in result.activations.query(site=site, participant=speaker):
-                tensors.append(a.tensor)
+            jobs.append(partial(_tensors, result, site, speaker))
+            for a in result.activation_index.query(site=site, participant=speaker):
                 base = {
                     "job": job,
                     "participant": a.participant,
@@ -251,7 +278,7 @@ class RunReport:
                 }
                 places = [None] if a.reduce == "mean" else a.positions
                 rows += [base | {"position": p, "reduce": a.reduce} for p in places]
-        return Rows(rows, tensors)
+        return Rows(rows, jobs)
 
     def frame(self) -> "pandas.DataFrame":
         """One row per job: outcome, counts, seed, error, the row's columns and plain analyses."""

@@ -6,16 +6,22 @@ import math
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from interlens import Capture, Conversation
 from interlens.chat.spans import At, Span
+from interlens.engine import quick
 from interlens.engine.batch import Engine
 from interlens.engine.compiled import kernel
+from interlens.engine.selftest import examine
+from interlens.engine.slow import SlowEngine, engine_for
+from interlens.engine.tiny import tiny_model
 from interlens.interp.edits import Change, Patch, RowEdit, Steer, Where
 from interlens.interp.plan import Reduced, RowPlan
 from interlens.interp.sites import Sites
 from interlens.models import AutoModelParticipant
 from tests.engine.driving import GREEDY, drive, packed_tiny, prompt, row
+from tests.engine.zoo import FAMILIES
 
 D = 64
 V = torch.randn(D, generator=torch.Generator().manual_seed(1)) * 3
@@ -455,3 +461,59 @@ def test_a_mean_of_a_turn_is_the_mean_of_its_positions():
     counted = conv.step("alice", capture=Capture("resid_post", layers=1, span=Span(last=3), reduce="mean"))
     [act] = counted.activations
     assert len(act.positions) == 3, "a span that counts from the end is reduced at the end"
+
+
+# -- engines that run row by row, layers that lie elsewhere
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_slow_engine_edits_what_it_runs_again_too(model, cached, monkeypatch):
+    """Without a cache of its own every step is a pass over everything, whose past is edited as it was."""
+    if not cached:
+        monkeypatch.setattr("interlens.engine.slow.continues", lambda model: False)
+    where = Where(prompt=frozenset({3, 39}), reply=True)
+    plan = RowPlan(
+        captures=(("resid_post", 1),), prompt=(3, 39), generated=True, edits=(edit("add", 2.0, where=where),)
+    )
+    rows = [row(IDS, 6, sampling=GREEDY, plan=plan), row(prompt(9, 9), 3)]
+    fast, slow = (drive(kind(model), rows)[0] for kind in (Engine, SlowEngine))
+    assert fast.ids == slow.ids
+    assert torch.allclose(fast.logits, slow.logits, atol=1e-4)
+    assert torch.allclose(fast.done.captures["resid_post.1"], slow.done.captures["resid_post.1"], atol=1e-4)
+    [receipt] = slow.done.receipts
+    assert receipt["positions"] == fast.done.receipts[0]["positions"]
+
+
+def test_a_family_that_grows_beyond_its_frequencies_is_edited_there():
+    model = FAMILIES["llama_dynamic"].make()
+    engine = engine_for(model, fits=examine(model).fits)
+    ids = prompt(40, 3, 256)
+    where = Where(prompt=frozenset({5, 39}), reply=True)
+    [found] = drive(
+        engine, [row(ids, 5, sampling=GREEDY, plan=RowPlan(edits=(edit("add", 2.0, where=where),)))]
+    )
+    [plain] = drive(engine, [row(ids, 5, sampling=GREEDY)])
+    assert (found.logits[0] - plain.logits[0]).abs().max() > 1e-2
+    [receipt] = found.done.receipts
+    assert receipt["positions"] == 2 + len(found.ids) - 1
+
+
+def test_a_sharded_model_is_edited_where_its_layers_are(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    parts = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+    places = dict.fromkeys(parts, "cpu") | {"model.layers.1": "disk"}
+    sharded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload"
+    ).eval()
+    quick.equip(sharded)
+    plans = [
+        RowPlan(captures=(("attn_out", 1),), prompt=(39,), generated=True, edits=(edit("add", 2.0, site, n),))
+        for site, n in (("resid_post", 1), ("mlp_out", 0), ("z", 1))
+    ]
+    rows = [row(IDS, 4, sampling=GREEDY, plan=plan) for plan in plans]
+    for found, wanted in zip(drive(Engine(sharded), rows), drive(Engine(packed_tiny()), rows), strict=True):
+        assert found.ids == wanted.ids
+        assert torch.allclose(found.logits, wanted.logits, atol=1e-4)
+        assert torch.allclose(
+            found.done.captures["attn_out.1"], wanted.done.captures["attn_out.1"], atol=1e-4
+        )
