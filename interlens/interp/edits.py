@@ -151,6 +151,11 @@ class RowEdit:
         """Site and layer."""
         return self.site, self.layer
 
+    def does_as(self, other: "RowEdit") -> bool:
+        """Whether both do the same in the same place, for the same reason."""
+        same = (self.address, self.source, self.history) == (other.address, other.source, other.history)
+        return same and self.change.digest == other.change.digest
+
     def mark(self, position: int) -> bytes:
         """Names what is done at a position."""
         done = self.change.at(self.rows[position]) if self.change.kind == "set" else self.change.digest

@@ -100,13 +100,17 @@ class Edited:
         """What a plan did over a prompt and the reply that came; `None` where it edited nothing."""
         ids, size = (*prompt, *reply), len(prompt)
         end = len(ids) - 1 if ended else None
-        edits: dict[Any, RowEdit] = {}
+        edits: list[RowEdit] = []
         for e in plan.edits if plan is not None else ():
             touched = frozenset(p for p in range(len(ids)) if e.where.holds(p, size, end))
-            key = (e.address, e.source, e.change.digest)
-            known = edits[key].where.prompt if key in edits else frozenset()
-            edits[key] = replace(e, where=Where(prompt=known | touched))
-        return cls(turn=turn, ids=ids, edits=tuple(edits.values())) if edits else None
+            i = next((i for i, other in enumerate(edits) if other.does_as(e)), None)
+            if i is None or any(touched & o.where.prompt for o in edits[i:] if o.address == e.address):
+                edits.append(replace(e, where=Where(prompt=touched)))
+            else:  # an earlier turn did it elsewhere; nothing after it acts at these positions
+                known = edits[i]
+                both = Where(prompt=known.where.prompt | touched)
+                edits[i] = replace(known, where=both, rows=known.rows | e.rows)
+        return cls(turn=turn, ids=ids, edits=tuple(edits)) if edits else None
 
 
 def plan_of(

@@ -16,7 +16,7 @@ from interlens.engine.compiled import kernel
 from interlens.engine.selftest import examine
 from interlens.engine.slow import SlowEngine, engine_for
 from interlens.engine.tiny import tiny_model
-from interlens.interp.edits import Change, Patch, RowEdit, Steer, Where
+from interlens.interp.edits import Ablate, Change, Patch, RowEdit, Steer, Where
 from interlens.interp.plan import Reduced, RowPlan
 from interlens.interp.sites import Sites
 from interlens.models import AutoModelParticipant
@@ -287,6 +287,42 @@ def test_an_edited_past_stays_in_memory_or_does_not(history, reuse):
     assert torch.allclose(wanted, torch.tensor(third.metadata["logprobs"]), atol=1e-4)
     other = logp(forced(conv, third, [] if remembered else [(touched, 2 * V)]), third.token_ids)
     assert (wanted - other).abs().max() > 1e-3, "the two memories differ"
+
+
+def test_memory_keeps_order_and_number_of_edits():
+    """Twice the same hook is twice the push, also in memory; edits in another order keep that order."""
+    push, out = Steer(V, layers=0, coef=1.0), Ablate(V, layers=0, span=Span(phase="generated"))
+
+    def told(first, second):
+        conv = talk().hook(*first, speaker="alice", turns=0).hook(*second, speaker="alice", turns=2)
+        conv.run(3)
+        return conv, conv.step("alice", logprobs=True)
+
+    def spelt(conv, message, one, two):
+        """Every position's changes, in order, by hand."""
+        a, b = (m for m in conv.transcript if m.author == "alice" and m is not message)
+        ids, touched = (*message.prompt_ids, *message.token_ids), {}
+        for m, hooks in ((a, one), (b, two)):
+            began, end = len(m.prompt_ids), len(m.prompt_ids) + len(m.token_ids)
+            for p in range(began - 1, end):
+                touched[p] = [h for h in hooks if h is push or p >= began]
+        model = conv.participant("alice").model
+
+        def changed(_, __, hidden):
+            new = hidden.clone()
+            for p, hooks in touched.items():
+                for h in hooks if p < hidden.shape[1] else ():
+                    new[0, p] = new[0, p] + V if h is push else new[0, p] - (new[0, p] @ U) * U
+            return new
+
+        with Sites(model).tap("resid_post", 0).module.register_forward_hook(changed), torch.no_grad():
+            logits = model(torch.tensor([ids[:-1]]), use_cache=False).logits[0, len(message.prompt_ids) - 1 :]
+        return logp(logits, message.token_ids)
+
+    for one, two in (((push, push), (push,)), ((push, out), (out, push)), ((out, push), (out, push))):
+        conv, message = told(one, two)
+        got = torch.tensor(message.metadata["logprobs"])
+        assert torch.allclose(spelt(conv, message, one, two), got, atol=1e-4), (one, two)
 
 
 def test_a_listener_s_reading_is_edited_and_the_speaker_s_own_is_not():

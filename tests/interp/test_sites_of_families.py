@@ -60,6 +60,20 @@ def test_the_sums_of_the_residual_stream_hold(name):
 
 
 @pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "olmo2", "gptj", "cohere2", "granite", "qwen3_moe", "gpt2"]
+)
+def test_the_same_modules_are_found_in_bf16(name):
+    """Sums are compared to the rounding of each number, not to a share of the largest."""
+    whole, half = (Sites(FAMILIES[name].make().to(dtype)) for dtype in (torch.float32, torch.bfloat16))
+    for sites in (whole, half):
+        sites.tap("resid_post", 0)
+        sites._watch()
+    assert {k: (t.path, t.side) for k, t in whole._found.items()} == {
+        k: (t.path, t.side) for k, t in half._found.items()
+    }
+
+
+@pytest.mark.parametrize(
     ("name", "missing"),
     [
         ("llama", set()),
