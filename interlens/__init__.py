@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from interlens.interp.reading import attribution as attribution
     from interlens.interp.reading import logit_lens as logit_lens
     from interlens.interp.reading import patch_grid as patch_grid
+    from interlens.interp.watching import StopWhen as StopWhen
     from interlens.message import Message as Message
     from interlens.models import AutoModelParticipant as AutoModelParticipant
     from interlens.models import ModelParticipant as ModelParticipant
@@ -76,6 +77,7 @@ _MODULES: dict[str, str] = {
     "interp.edits": "Ablate Patch Steer",
     "interp.probes": "Probe",
     "interp.reading": "attention attribution logit_lens patch_grid",
+    "interp.watching": "StopWhen",
     "message": "Message",
     "models": "AutoModelParticipant ModelParticipant",
     "participants": "FunctionParticipant HumanParticipant Participant ScriptedParticipant",

@@ -23,6 +23,8 @@ from interlens.interp import edits
 from interlens.interp.capture import Activations, Capture
 from interlens.interp.directions import Direction
 from interlens.interp.plan import Edited
+from interlens.interp.probes import Probe
+from interlens.interp.watching import StopWhen
 from interlens.message import tagged, untagged
 from interlens.models import ModelParticipant
 from interlens.recipe import Hooked, Recipe
@@ -51,7 +53,7 @@ _KINDS: dict[str, type] = {
             spans.At,
             spans._Combined,
         ),
-        *(edits.Steer, edits.Ablate, edits.Patch, Direction),
+        *(edits.Steer, edits.Ablate, edits.Patch, Direction, StopWhen, Probe),
         *(Edited, edits.RowEdit, edits.Where, edits.Change),
         *(
             stop.Both,

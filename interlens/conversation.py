@@ -21,6 +21,7 @@ from interlens.interp.directions import Direction
 from interlens.interp.edits import Edit, edits_of
 from interlens.interp.reading import patch_grid
 from interlens.interp.tracing import trace
+from interlens.interp.watching import StopWhen
 from interlens.message import Message, sound
 from interlens.models import SAMPLING, AutoModelParticipant, ModelParticipant
 from interlens.participants import Participant
@@ -208,10 +209,9 @@ class Conversation(Dialogue):
     def hook(self, *what: Any, speaker: str | None = None, turns: Any = None) -> "Conversation":
         """Attach captures and edits to the turns of a speaker; `turns` counts speaking turns."""
         for item in what:
-            if not isinstance(item, Capture | Edit | TurnHook):
+            if not isinstance(item, Capture | Edit | StopWhen | TurnHook):
                 raise TypeError(
-                    "hook takes Capture(...), Steer(...), Ablate(...), Patch(...) or a TurnHook; got "
-                    f"{item!r}"
+                    f"hook takes Capture, Steer, Ablate, Patch, StopWhen or a TurnHook; got {item!r}"
                 )
         added = tuple(Hooked(item, speaker, turns) for item in what)
         return self._with(hooks=(*self.recipe.hooks, *added))

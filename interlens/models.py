@@ -20,6 +20,7 @@ from interlens.errors import nearest
 from interlens.interp.capture import Capture
 from interlens.interp.edits import Edit, edits_of
 from interlens.interp.plan import Edited, RowPlan, plan_of
+from interlens.interp.watching import StopWhen
 from interlens.participants import Participant, Reply, Turn, fitted
 from interlens.request import Backend, BackendSpec, Call, Completion, Generate, SamplingParams, digest_of
 from interlens.runner.scheduler import scheduler
@@ -270,7 +271,7 @@ class ModelParticipant(Participant):
 
     def _request(self, turn: Turn, view: View, cap: int, path: str) -> Generate:
         stream = turn.stream.at(own=self.seed, purpose=f"{turn.stream.purpose}{path[len(turn.path) :]}")
-        plan = self._plan(turn.captures, turn.edits, view, turn.turn, turn.past)
+        plan = self._plan(turn.captures, turn.edits, view, turn.turn, turn.past, turn.stops)
         template = self.template
         return Generate(
             backend=self.backend,
@@ -295,8 +296,9 @@ class ModelParticipant(Participant):
         view: View,
         turn: int,
         past: Edited | None = None,
+        stops: Sequence[StopWhen] = (),
     ) -> RowPlan | None:
-        if not captures and not edits and past is None:
+        if not captures and not edits and not stops and past is None:
             return None
         if self.n_layers is None:
             asked = "an edit" if edits else "a capture"
@@ -304,7 +306,9 @@ class ModelParticipant(Participant):
                 f"{asked} was asked of {self.name}, whose backend has no layers; use a local model"
             )
         widths = self.resident.widths if edits else None
-        return plan_of(captures, view, self.n_layers, turn, edits=edits, past=past, widths=widths)
+        return plan_of(
+            captures, view, self.n_layers, turn, edits=edits, stops=stops, past=past, widths=widths
+        )
 
     def _step(self, done: Completion, calls: Sequence[calling.ToolCall], start: int) -> dict[str, Any]:
         ids = list(done.token_ids)

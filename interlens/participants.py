@@ -18,6 +18,7 @@ from interlens.errors import ParticipantError
 from interlens.interp.capture import Capture
 from interlens.interp.edits import Edit
 from interlens.interp.plan import Edited
+from interlens.interp.watching import StopWhen
 from interlens.message import Message
 from interlens.request import Call, Completion, Generate, SamplingParams
 from interlens.runner.programs import together
@@ -52,6 +53,7 @@ class Turn:
     """Tokens this turn may generate at most, beside the participant's own cap."""
     captures: tuple[Capture, ...] = ()
     edits: tuple[Edit, ...] = ()
+    stops: tuple[StopWhen, ...] = ()
     past: Edited | None = None
     """What was edited in this speaker's last turn: its memory of it."""
     logprobs: int | None = None
@@ -300,6 +302,7 @@ def refuse_interp(participant: Participant, turn: Turn) -> None:
     asks = {
         "a capture": turn.captures,
         "an edit": turn.edits,
+        "a probe": turn.stops,
         "logprobs": turn.logprobs is not None,
         "sampling settings": turn.settings,
     }
@@ -348,6 +351,7 @@ def _asker(turn: Turn) -> Callable[[Any, str], Generator[Any, Any, str]]:
             path=path,
             captures=(),
             edits=(),
+            stops=(),
             past=None,
             logprobs=None,
             policy=Refuse(),

@@ -16,6 +16,7 @@ from interlens.errors import ContextOverflow, ParticipantError
 from interlens.hooks import Review, TurnHook, reviewer, run_review
 from interlens.interp.capture import Capture
 from interlens.interp.edits import Edit
+from interlens.interp.watching import StopWhen
 from interlens.message import Message
 from interlens.participants import Participant, Turn, fitted
 from interlens.request import Call
@@ -157,12 +158,13 @@ def _prepared(turn: Turn, hooks: Sequence[TurnHook]) -> Generator[Any, Any, Turn
         path = f"{turn.path}/before/{number}"
         made = (yield Call(fn=hook.before, args=(turn,), path=path, replay="again")) or ()
         for item in made:
-            if not isinstance(item, Capture | Edit):
+            if not isinstance(item, Capture | Edit | StopWhen):
                 raise TypeError(f"{type(hook).__name__}.before returns captures and edits; got {item!r}")
         turn = replace(
             turn,
             captures=(*turn.captures, *(i for i in made if isinstance(i, Capture))),
             edits=(*turn.edits, *(i for i in made if isinstance(i, Edit))),
+            stops=(*turn.stops, *(i for i in made if isinstance(i, StopWhen))),
         )
     return turn
 
@@ -187,6 +189,7 @@ def situation(
     hooked = [h.what for h in recipe.hooks if h.applies(speaker.name, conv.n_turns)]
     captures = [h for h in hooked if isinstance(h, Capture)] + [tap.capture for tap in conv.taps]
     edits = [h for h in hooked if isinstance(h, Edit)]
+    stops = tuple(h for h in hooked if isinstance(h, StopWhen))
     last = next((e.message for e in reversed(entries) if e.message.author == speaker.name), None)
     if last is not None and last.edited is None and _was_edited(last):
         raise ValueError(
@@ -212,6 +215,7 @@ def situation(
         cap=options.cap,
         captures=(*options.captures, *captures),
         edits=(*edits, *options.edits),
+        stops=stops,
         past=last.edited if last is not None else None,
         logprobs=options.logprobs,
         settings=options.settings,

@@ -14,6 +14,7 @@ from interlens.errors import nearest
 from interlens.hooks import TurnHook, reviewer
 from interlens.interp.capture import Capture
 from interlens.interp.edits import Edit
+from interlens.interp.watching import StopWhen
 from interlens.participants import HumanParticipant, Participant
 from interlens.runner.analyzers import Analyzer, named_analyzers
 from interlens.speakers import RoundRobin
@@ -32,7 +33,7 @@ class ExecutionMode:
 class Hooked:
     """A capture or an edit that a recipe carries, and whose turns it applies to."""
 
-    what: Capture | Edit | TurnHook
+    what: Capture | Edit | StopWhen | TurnHook
     speaker: str | None = None
     """`None` is everybody."""
     turns: slice | int | None = None
@@ -53,6 +54,7 @@ class Hooked:
             what = templating.describe_callable(type(self.what))
             return {"hook": what, "speaker": self.speaker, "turns": turns}
         kind = "capture" if isinstance(self.what, Capture) else "edit"
+        kind = "stop" if isinstance(self.what, StopWhen) else kind
         return {kind: self.what.describe(), "speaker": self.speaker, "turns": turns}
 
 

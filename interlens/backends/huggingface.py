@@ -148,6 +148,12 @@ class HuggingFaceBackend:
             )
         for _, site, layer in plan.seen if plan is not None else ():
             self._check_address(site, layer)
+        for halt in plan.halts if plan is not None else ():
+            self._check_address(halt.site, halt.layer)
+            if len(halt.weight) != (width := self.tap(halt.site, halt.layer).width):
+                raise ValueError(
+                    f"the probe reads {len(halt.weight)} numbers, and {halt.site}.{halt.layer} has {width}"
+                )
         for edit in plan.edits if plan is not None else ():
             self._check_address(*edit.address)
             if edit.site in READ_ONLY:

@@ -29,6 +29,9 @@ def wanted(work: Work, segments: Sequence[Segment], device: torch.device) -> Wan
         if offsets := row.wants(s.past, len(ids)):
             for kind in plan.seen:
                 keep.setdefault(kind, []).extend(s.start + o for o in offsets)
+        for halt in plan.halts:
+            if said := range(_first_said(row, s.past), len(ids)):
+                keep.setdefault(("scored", halt.site, halt.layer), []).extend(s.start + o for o in said)
         for number, edit in enumerate(plan.edits):
             touched = row.touches(edit.where, s.past, len(ids))
             if touched:
@@ -116,6 +119,29 @@ def collect(work: Work, segments: Sequence[Segment], session: Session, slots: Sl
     for address, strokes in session.wanted.strokes.items():
         for stroke in strokes:
             _note_moves(address, stroke)
+    _score(work, session)
+
+
+def _score(work: Work, session: Session) -> None:
+    """Let the probes of each row read the tokens of its reply; a row may end by that."""
+    at: dict[Kept, int] = {}
+    for row, ids in work:
+        said = len(ids) - _first_said(row, row.past)
+        for number, halt in enumerate(row.request.plan.halts if row.request.plan is not None else ()):
+            kind: Kept = ("scored", halt.site, halt.layer)
+            first = at.get(kind, 0)
+            at[kind] = first + max(0, said)
+            if said > 0 and kind not in session.kept:
+                raise _missed(halt.site, halt.layer)
+            scores = row.scores.setdefault(number, [])
+            scores += [halt.score(h) for h in session.kept[kind][first : at[kind]]] if said > 0 else []
+            if row.finish is None and halt.ends(scores):
+                row.halt(number)
+
+
+def _first_said(row: Row, past: int) -> int:
+    """The offset, in the next piece of a row, of the first token of its reply."""
+    return max(0, len(row.request.ids) - past)
 
 
 def _found(kind: Kept, session: Session, slots: Slots, part: slice) -> torch.Tensor:
@@ -185,4 +211,9 @@ def receipts(row: Row) -> tuple[dict[str, Any], ...]:
         }
         more = {"history": e.history, "source": e.source}
         made.append(what | {"run": count, "moved": total / count if count else None} | more)
-    return (*again, *made)
+    ended: tuple[dict[str, Any], ...] = ()
+    if plan is not None and row.halted is not None:
+        halt, scores = plan.halts[row.halted], row.scores[row.halted]
+        where = {"site": halt.site, "layer": halt.layer, "tokens": len(scores)}
+        ended = ({"kind": "probe", "what": "ended the reply", "score": scores[-1]} | where,)
+    return (*again, *made, *ended)

@@ -163,6 +163,10 @@ class Row:
     """Captured chunks: positions and one tensor per address."""
     reduced: dict[str, Running] = field(default_factory=dict)
     """What is reduced on the way, by `Reduced.key`."""
+    scores: dict[int, list[float]] = field(default_factory=dict)
+    """What each of the plan's probes said of the reply's tokens."""
+    halted: int | None = None
+    """The probe that ended the reply."""
     moved: dict[int, tuple[int, float]] = field(default_factory=dict)
     """By number of the plan's edit: how many positions it moved, and how far in all."""
     logits: list["torch.Tensor"] = field(default_factory=list)
@@ -227,6 +231,7 @@ class Row:
         """Forget what was computed, not what was said: the row runs again from its first token."""
         self.past, self.slot, self.holder = 0, -1, None
         self.moved.clear()
+        self.scores.clear()
         self.reduced.clear()
         for found in (self.keys, self.kept, self.logits):
             found.clear()
@@ -297,6 +302,11 @@ class Row:
                 self.finish = "length"
         if self.finish is not None:
             self._close()
+
+    def halt(self, number: int) -> None:
+        """End the reply here, because a probe says so."""
+        self.finish, self.halted = "stop", number
+        self._close()
 
     def _read(self, new: str) -> None:
         assert self.text is not None

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from interlens.interp.edits import Change
 
 Address = tuple[str, int]
-When = Literal["before", "after"]
+When = Literal["before", "after", "scored"]
+"""`scored` is read after the edits, as `after` is, for a probe that may end the reply."""
 Kept = tuple[When, str, int]
 
 
@@ -82,6 +83,7 @@ class Session:
             for stroke in self.wanted.strokes.get(address, ()):
                 whole, changed = _stroke(whole, tap, stroke, changed), True
             self._keep("after", address, whole, tap)
+            self._keep("scored", address, whole, tap)
         return whole.view(hidden.shape) if changed else None
 
     def _keep(self, when: When, address: Address, whole: "torch.Tensor", tap: Tap) -> None:

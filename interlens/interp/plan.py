@@ -14,6 +14,7 @@ from interlens.interp.capture import Activation, Capture, reduced
 from interlens.interp.edits import Change, Edit, RowEdit, Where, Widths
 from interlens.interp.hooks import Kept, When
 from interlens.interp.sites import FROM_ENGINE
+from interlens.interp.watching import Halt, StopWhen
 from interlens.request import digest_of
 
 _TRIED = 48
@@ -53,6 +54,8 @@ class RowPlan:
     """What is reduced on the way, of any of these positions."""
     edits: tuple[RowEdit, ...] = ()
     """In the order in which they act."""
+    halts: tuple[Halt, ...] = ()
+    """Probes that may end the reply."""
 
     @property
     def keeps(self) -> bool:
@@ -77,9 +80,9 @@ class RowPlan:
         """Names the plan in a log."""
         kept = [self.captures, self.prompt, self.generated]
         more: list[Any] = []
-        if self.before or self.edits or self.reduced:
+        if self.before or self.edits or self.reduced or self.halts:
             less = [[r.number, r.kinds, r.how, r.where.describe(), r.vector] for r in self.reduced]
-            more = [self.before, [e.digest() for e in self.edits], less]
+            more = [self.before, [e.digest() for e in self.edits], less, [h.digest() for h in self.halts]]
         return digest_of([*kept, *more])
 
 
@@ -120,11 +123,12 @@ def plan_of(
     turn: int,
     *,
     edits: Sequence[Edit] = (),
+    stops: Sequence[StopWhen] = (),
     past: Edited | None = None,
     widths: Callable[[str, int], Widths] | None = None,
 ) -> RowPlan | None:
     """The widest set of positions that the captures can need in this view, and those of the edits."""
-    if not captures and not edits and past is None:
+    if not captures and not edits and not stops and past is None:
         return None
     pairs: dict[str, dict[tuple[str, int], None]] = {"after": {}, "before": {}}
     prompt: set[int] = set()
@@ -150,6 +154,7 @@ def plan_of(
         generated=generated,
         reduced=tuple(reduced),
         edits=(*_remembered(past, now, view), *now),
+        halts=tuple(stop.halt(n_layers) for stop in stops),
     )
 
 
