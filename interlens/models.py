@@ -340,14 +340,8 @@ class ModelParticipant(Participant):
         """
         views, single = rawtext.views(prompts, self.tokenizer, self.name)
         captures = tuple([capture] if isinstance(capture, Capture) else capture or ())
-        each = [edits] * len(views) if edits is None or isinstance(edits, Edit) else list(edits)
-        if not any(isinstance(e, list | tuple) for e in each) and edits is not None:
-            each = [each] * len(views)
-        if len(each) != len(views):
-            raise ValueError(
-                f"{len(views)} prompts and {len(each)} lists of edits: give one list, or one each"
-            )
-        plans = [self._plan(captures, edits_of(own), view, 0) for view, own in zip(views, each, strict=True)]
+        each = _for_each(edits, len(views))
+        plans = [self._plan(captures, own, view, 0) for view, own in zip(views, each, strict=True)]
         asking = rawtext.forward(self.backend, views, plans, captures, self.n_layers or 0, logits)
         out = scheduler().ask(asking)
         return out[0] if single else out
@@ -377,6 +371,16 @@ class ModelParticipant(Participant):
         )
         done = scheduler().ask(rawtext.complete(like, views))
         return done[0] if single else done
+
+
+def _for_each(edits: Any, n: int) -> list[tuple[Edit, ...]]:
+    """The edits of each of n prompts: the same for all, or a list for each."""
+    given = [] if edits is None else [edits] if isinstance(edits, Edit) else list(edits)
+    if not any(isinstance(item, list | tuple) for item in given):
+        return [edits_of(given)] * n
+    if len(given) != n:
+        raise ValueError(f"{n} prompts, {len(given)} lists of edits: give one list for all, or one each")
+    return [edits_of(item) for item in given]
 
 
 class AutoModelParticipant(ModelParticipant):

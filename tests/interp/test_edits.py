@@ -359,6 +359,27 @@ def test_a_patch_touches_exactly_its_position(position):
     assert torch.equal(run.activations.at()[position % len(IDS)], new)
 
 
+def test_edits_of_several_prompts_are_made_once_each():
+    alice = AutoModelParticipant.from_pretrained("tiny", name="alice")
+    prompts = [IDS, IDS[:7], IDS[:20]]
+    push, more = Steer(V, layers=0, coef=1.0), Steer(V, layers=1, coef=2.0)
+    for given, own in (
+        (push, [(push,)] * 3),
+        ([push, more], [(push, more)] * 3),
+        ([[push], [], [more, push]], [(push,), (), (more, push)]),
+        (None, [()] * 3),
+    ):
+        runs = alice.forward(prompts, edits=given, logits="last")
+        for ids, run, edits in zip(prompts, runs, own, strict=True):
+            alone = alice.forward(ids, edits=list(edits), logits="last")
+            assert torch.equal(run.logits, alone.logits)
+    one = alice.forward(IDS, edits=push, capture=Capture("resid_post", layers=0)).activations.at()
+    plain = alice.forward(IDS, capture=Capture("resid_post", layers=0)).activations.at()
+    assert torch.allclose(one[-1] - plain[-1], V, atol=1e-4), "once"
+    with pytest.raises(ValueError, match="3 prompts, 2 lists of edits"):
+        alice.forward(prompts, edits=[[push], [more]])
+
+
 def test_a_patch_from_a_branch_gives_back_what_it_was_taken_from():
     alice = AutoModelParticipant.from_pretrained("tiny", name="alice")
     a, b = prompt(20, 1), prompt(20, 2)
