@@ -32,9 +32,11 @@ def wanted(work: Work, segments: Sequence[Segment], device: torch.device) -> Wan
         for halt in plan.halts:
             if said := range(_first_said(row, s.past), len(ids)):
                 keep.setdefault(("scored", halt.site, halt.layer), []).extend(s.start + o for o in said)
+        places: dict[int, list[int]] = {}  # the layers of one edit share their positions
         for number, edit in enumerate(plan.edits):
-            touched = row.touches(edit.where, s.past, len(ids))
-            if touched:
+            if id(edit.where) not in places:
+                places[id(edit.where)] = row.touches(edit.where, s.past, len(ids))
+            if touched := places[id(edit.where)]:
                 turn = sum(e.address == edit.address for e in plan.edits[:number])
                 here = rounds.setdefault(edit.address, [])
                 here.extend({} for _ in range(turn + 1 - len(here)))

@@ -61,8 +61,8 @@ class Packed:
         `part` takes one matrix of a stack of them.
         """
         if not self.fresh(weight):
-            plain = weight.detach() if part is None else weight.detach()[part]
-            self.pack(weight, plain.t().contiguous() if turned else plain)
+            own = weight.detach() if part is None else weight.detach()[part]
+            self.pack(weight, own.t().contiguous() if turned else own)
         assert self.weight is not None
         if self.kernel is not None:
             return self.kernel.linear(x, self.weight, self.size, bias)
@@ -130,6 +130,8 @@ def _packable(module: torch.nn.Module) -> bool:
     """A plain layer, or a subclass that computes what a plain one does: some return more, some scale."""
     if not isinstance(module, torch.nn.Linear | Conv1D) or module.weight.device.type != "cpu":
         return False
+    if not plain(module.weight):
+        return False
     if type(module).forward in (torch.nn.Linear.forward, Conv1D.forward):
         return module.weight.dtype in RANGES
     if module.weight.dtype not in RANGES or isinstance(module, Conv1D):
@@ -137,11 +139,11 @@ def _packable(module: torch.nn.Module) -> bool:
     x = torch.randn(3, module.in_features, generator=torch.Generator().manual_seed(0)).to(module.weight.dtype)
     try:
         with torch.no_grad():
-            out, plain = module(x), F.linear(x, module.weight, module.bias)
+            out, wanted = module(x), F.linear(x, module.weight, module.bias)
     except Exception:  # it wants other inputs than a plain layer
         return False
-    same = isinstance(out, torch.Tensor) and out.shape == plain.shape
-    return same and torch.allclose(out, plain, rtol=1e-3, atol=1e-2 * float(plain.abs().max()))
+    same = isinstance(out, torch.Tensor) and out.shape == wanted.shape
+    return same and torch.allclose(out, wanted, rtol=1e-3, atol=1e-2 * float(wanted.abs().max()))
 
 
 def refresh(model: torch.nn.Module) -> None:
@@ -165,8 +167,23 @@ def switched_on(model: torch.nn.Module) -> Iterator[None]:
         switch.on = before
 
 
-def stamp_of(weight: torch.Tensor) -> tuple[int, int, int]:
+def plain(weight: torch.Tensor) -> bool:
+    """Whether a tensor is what it looks like: quantised ones say they are float and hold other tensors."""
+    return type(weight) in (torch.Tensor, torch.nn.Parameter)
+
+
+def parts_of(weight: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold a tensor's numbers: itself, or what a quantised one is made of."""
+    if plain(weight) or not hasattr(weight, "__tensor_flatten__"):
+        return [weight]
+    names, _ = weight.__tensor_flatten__()
+    return [part for name in names for part in parts_of(getattr(weight, name))]
+
+
+def stamp_of(weight: torch.Tensor) -> tuple[int, ...]:
     """Changes when a tensor is replaced or edited, but for edits through `.data`, which leave no mark."""
+    if not plain(weight):
+        return id(weight), *(n for part in parts_of(weight) if part is not weight for n in stamp_of(part))
     return id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 

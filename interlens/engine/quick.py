@@ -12,7 +12,7 @@ from transformers.activations import SiLUActivation
 
 from interlens.engine import decoder, heads, linears
 from interlens.engine.compiled import kernel_for
-from interlens.engine.kernel import TILE, Kernel
+from interlens.engine.kernel import TILE, TYPES, Kernel
 from interlens.engine.switch import Switch, device_of, replace_forward, replaced, stock, switch_of
 
 _SILU = (torch.nn.SiLU, SiLUActivation)
@@ -87,7 +87,7 @@ def _gated(module: Any, kernel: Kernel) -> bool:
     if set(dict(module.named_children())) != _GATED or not isinstance(module.gate_proj, torch.nn.Linear):
         return False
     weight = module.gate_proj.weight
-    if type(module.act_fn) not in _SILU or not weight.is_cpu:
+    if type(module.act_fn) not in _SILU or not weight.is_cpu or weight.dtype not in TYPES:
         return False
     key = (type(module), weight.shape, weight.dtype)
     if key not in _TRIED:

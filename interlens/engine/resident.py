@@ -45,7 +45,8 @@ class Resident:
         changed = before is not None and before != self._marks
         if thorough:
             known = self._contents
-            self._contents = [digest(t) for t in (*self.model.parameters(), *self.model.buffers())]
+            whole = (*self.model.parameters(), *self.model.buffers())
+            self._contents = [digest(part) for t in whole for part in linears.parts_of(t)]
             if known is not None and known != self._contents:
                 linears.refresh(self.model)
                 changed = True

@@ -69,3 +69,60 @@ def test_half_precision_runs_and_what_is_claimed_of_it_holds():
         assert (result.logits - logits).abs().mean() < 0.02 * logits.std()
         assert not verdict.exact or result.same_bits(drive(Engine(model), [request])[0])
     assert result.ids == generated(model, rows[-1].ids, 8)
+
+
+# -- quantised weights
+
+
+class Int8Linear(torch.nn.Linear):
+    """A linear layer whose weight is int8 with a scale per row, as quantisers replace layers."""
+
+    @classmethod
+    def of(cls, linear):
+        made = cls(linear.in_features, linear.out_features, bias=False)
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        made.weight = torch.nn.Parameter(
+            (linear.weight.detach() / scale).round().to(torch.int8), requires_grad=False
+        )
+        made.register_buffer("scale", scale)
+        return made
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype))
+
+
+def quantised(how):
+    model = tiny_model()
+    if how == "torchao":
+        torchao = pytest.importorskip("torchao.quantization")
+        torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+        return model
+    for layer in model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, child in list(part.named_children()):
+                if isinstance(child, torch.nn.Linear):
+                    setattr(part, name, Int8Linear.of(child))
+    return model
+
+
+@pytest.mark.parametrize("how", ["modules", pytest.param("torchao", marks=pytest.mark.slow)])
+def test_a_quantised_model_runs_unpacked_through_the_same_loop(how):
+    model = quantised(how)
+    quick.equip(model)
+    verdict = examine(model)
+    assert verdict.fits
+    assert not verdict.exact, "its products are torch's own"
+    plan = RowPlan(captures=(("mlp_out", 1),), prompt=(3,), generated=True)
+    rows = [row(prompt(n, n), 8, sampling=GREEDY, plan=plan) for n in (5, 40, 23)]
+    engine = Engine(model, prefill_budget=17)
+    for request, result in zip(rows, drive(engine, rows), strict=True):
+        assert result.ids == generated(model, request.ids, 8)
+        own = plain_logits(model, (*request.ids, *result.ids[:-1]))[len(request.ids) - 1 :]
+        assert torch.allclose(result.logits, own, atol=1e-3)
+        assert result.done.captures["mlp_out.1"].shape == (9, 64)
+    [warm] = drive(engine, rows[:1])
+    assert warm.done.reused_tokens == 0 or warm.ids == generated(model, rows[0].ids, 8)
+    before = drive(engine, rows[:1])[0].ids
+    with torch.no_grad():
+        model.lm_head.weight.data.mul_(-1) if how == "modules" else model.model.norm.weight.mul_(-1)
+    assert drive(engine, rows[:1])[0].ids != before, "an edit of the weights is seen"
