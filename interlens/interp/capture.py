@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from interlens.chat.spans import SpanLike, as_span
 from interlens.errors import StoreError, nearest
-from interlens.interp.sites import SITES, absolute, parse
+from interlens.interp.sites import SITES, absolute, parse, refuse_idle_layers
 from interlens.request import digest_of
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Capture:
         if not sites:
             raise ValueError(f"a capture needs a site; {nearest('', SITES)}")
         object.__setattr__(self, "sites", sites)
+        refuse_idle_layers(sites, self.layers)
         if isinstance(self.reduce, str) and self.reduce not in ("mean", "last"):
             raise ValueError(f'reduce is None, "mean", "last" or a direction; got {self.reduce!r}')
         if self.reduce is not None and not isinstance(self.reduce, str):

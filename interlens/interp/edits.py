@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from interlens.chat.spans import Span, as_span
 from interlens.errors import nearest
 from interlens.interp.capture import vector_of
-from interlens.interp.sites import READ_ONLY, SITES, absolute, parse
+from interlens.interp.sites import READ_ONLY, SITES, WHOLE, absolute, parse, refuse_idle_layers
 from interlens.templating import describe_callable
 
 if TYPE_CHECKING:
@@ -190,6 +190,7 @@ class Edit:
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "neurons"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+        refuse_idle_layers([self.site], self.layers)
         self.addresses(None)
         if self.history not in _HISTORIES:
             raise ValueError(f'history is "lived" or "clean"; got {self.history!r}')
@@ -277,7 +278,7 @@ class Steer(Edit):
             raise ValueError(f"mode is one of {', '.join(_MODES)}; got {self.mode!r}")
         if self.direction is None:
             self._without_direction()
-        if self.layers is None and "." not in self.site:
+        if self.layers is None and "." not in self.site and self.site not in WHOLE:
             object.__setattr__(self, "layers", getattr(self.direction, "layer", None))
         if not callable(self.coef):
             _finite("coef", float(self.coef))

@@ -13,7 +13,7 @@ sums.)
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -65,6 +65,13 @@ def parse(address: str, layers: tuple[int, ...] | None) -> list[tuple[str, int |
     if not re.fullmatch("-?[0-9]+", layer):
         raise ValueError(f"a site's address ends in a layer number, as resid_post.12; got {address!r}")
     return [(site, int(layer))]
+
+
+def refuse_idle_layers(sites: Iterable[str], layers: Any) -> None:
+    """Layers that none of the sites has would be ignored: say so."""
+    names = {address.partition(".")[0] for address in sites}
+    if layers is not None and names <= set(WHOLE):
+        raise ValueError(f"{', '.join(sorted(names))} belongs to no layer; leave layers= out")
 
 
 def absolute(site: str, layer: int, n_layers: int) -> int:

@@ -170,6 +170,7 @@ def test_a_mean_of_half_precision_is_taken_in_single():
         ({"reduce": "max"}, ValueError, "reduce is"),
         ({"when": "during"}, ValueError, "when is"),
         ({"sites": "logits.3"}, ValueError, "belongs to the model"),
+        ({"sites": ("logits", "final_norm"), "layers": 3}, ValueError, "leave layers= out"),
     ],
 )
 def test_captures_that_mean_nothing_are_refused_at_once(fields, error, said):
