@@ -6,7 +6,7 @@ words it holds, in which turn, in which part of the message, and whether the rea
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -94,7 +94,7 @@ class SpanLike:
         return _Combined("not", (self,))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class _Combined(SpanLike):
     how: Literal["and", "or", "not"]
     of: tuple[SpanLike, ...]
@@ -105,8 +105,14 @@ class _Combined(SpanLike):
             return [not chosen for chosen in masks[0]]
         return [all(row) if self.how == "and" else any(row) for row in zip(*masks, strict=True)]
 
+    def __repr__(self) -> str:
+        if self.how == "not":
+            return f"~{self.of[0]!r}"
+        sign = " & " if self.how == "and" else " | "
+        return f"({sign.join(map(repr, self.of))})"
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Span(SpanLike):
     """Token positions by owner; every field narrows, `None` does not. `Span()` is every position.
 
@@ -151,6 +157,10 @@ class Span(SpanLike):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} of a Span counts positions, at least 1; got {value!r}")
+
+    def __repr__(self) -> str:
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        return f"Span({', '.join(f'{name}={value!r}' for name, value in given.items() if value is not None)})"
 
     def mask(self, segments: Sequence[Segment], pov: str) -> list[bool]:
         n_turns = 1 + max((s.turn for s in segments if s.turn is not None), default=-1)
