@@ -73,8 +73,8 @@ class Bench:
 
     # -- ways to run
 
-    def engine(self, plan: RowPlan | None) -> int:
-        """The rows in a fresh engine; tokens generated."""
+    def engine(self, plan: RowPlan | None) -> Engine:
+        """A fresh engine with the rows in it."""
         engine = Engine(self.backend.model, max_rows=self.rows)
         for i, ids in enumerate(self.prompts.tolist()):
             key = Stream(job=i).key()
@@ -87,14 +87,26 @@ class Bench:
                     plan=plan,
                 )
             )
-        made = 0
-        while engine.busy:
-            for done in engine.step():
-                if done.error is not None:
-                    raise done.error
-                made += done.n_tokens
-        engine.close()
-        return made
+        return engine
+
+    def in_turns(self, plans: dict[str, RowPlan | None]) -> dict[str, float]:
+        """Tokens per CPU second under each plan; the engines take their steps in turns, so that a machine
+        whose speed drifts drifts for all of them.
+        """
+        engines = {name: self.engine(plan) for name, plan in plans.items()}
+        seconds, made, names = dict.fromkeys(plans, 0.0), dict.fromkeys(plans, 0), list(plans)
+        while any(engine.busy for engine in engines.values()):
+            names = [*names[1:], names[0]]
+            for name in names:
+                began = time.process_time()
+                for done in engines[name].step() if engines[name].busy else ():
+                    if done.error is not None:
+                        raise done.error
+                    made[name] += done.n_tokens
+                seconds[name] += time.process_time() - began
+        for engine in engines.values():
+            engine.close()
+        return {name: made[name] / seconds[name] for name in plans}
 
     def generate(self) -> int:
         """transformers' `generate` over the same rows as a batch."""
@@ -161,23 +173,25 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     bench = Bench(given.model, given.dtype, given.rows, given.new)
-    ways: dict[str, Callable[[], int]] = {
-        "no plan": partial(bench.engine, None),
-        "2 layers captured": partial(bench.engine, bench.two_layers()),
-        "all layers, means": partial(bench.engine, bench.all_means()),
-        "steering": partial(bench.engine, bench.steering()),
-        "2 layers and steering": partial(bench.engine, bench.both()),
+    plans = {
+        "no plan": None,
+        "2 layers captured": bench.two_layers(),
+        "all layers, means": bench.all_means(),
+        "steering": bench.steering(),
+        "2 layers and steering": bench.both(),
+    }
+    others: dict[str, Callable[[], int]] = {
         "generate, as a batch": bench.generate,
         "nnsight: 2 layers and steering": bench.nnsight,
     }
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    for way in ways.values():  # what is packed and compiled once is not what is measured
-        way()
-    for number in range(given.rounds):
-        names = list(ways)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+    rates: dict[str, list[float]] = {name: [] for name in (*plans, *others)}
+    bench.in_turns(plans)  # what is packed and compiled once is not what is measured
+    for _ in range(given.rounds):
+        for name, rate in bench.in_turns(plans).items():
+            rates[name].append(rate)
+        for name, way in others.items():
             began = time.process_time()
-            made = ways[name]()
+            made = way()
             rates[name].append(made / (time.process_time() - began))
     plain = rates["no plan"]
     sizes = f"{given.rows} rows, {PROMPT} + {given.new} tokens, {given.rounds} rounds"
