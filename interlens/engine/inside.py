@@ -159,10 +159,11 @@ def _note_moves(address: Address, stroke: Stroke) -> None:
     """Tell every row how far its edit moved its tokens."""
     if stroke.moved is None:
         raise _missed(*address)
-    parts = stroke.moved.split([n for _, _, n in stroke.owners])
-    for (row, number, n), part in zip(stroke.owners, parts, strict=True):
+    moved, at = stroke.moved.tolist(), 0
+    for row, number, n in stroke.owners:
         count, total = row.moved.get(number, (0, 0.0))
-        row.moved[number] = count + n, total + float(part.sum())
+        row.moved[number] = count + n, total + sum(moved[at : at + n])
+        at += n
 
 
 def _missed(site: str, layer: int) -> EngineError:

@@ -206,13 +206,23 @@ class Row:
     def _shape(self, position: int) -> int:
         plan, token, size = self.request.plan, self.ids[position], len(self.request.ids)
         assert plan is not None
-        done = b"".join(e.mark(position) for e in plan.edits if e.where.holds(position, size, self.end))
+        done = self._said_under if position >= size and position != self.end else None
+        if done is None:
+            done = b"".join(e.mark(position) for e in plan.edits if e.where.holds(position, size, self.end))
         if not done:
             return token
         if (token, done) not in self._shapes:
             named = hashlib.blake2b(token.to_bytes(8, "little") + done, digest_size=8).digest()
             self._shapes[token, done] = -1 - (int.from_bytes(named, "little") >> 1)
         return self._shapes[token, done]
+
+    @cached_property
+    def _said_under(self) -> bytes | None:
+        """What is done at every token of the reply but the end token; `None` where that differs by token."""
+        edits = self.request.plan.edits if self.request.plan is not None else ()
+        if not all(isinstance(e.where.reply, bool) for e in edits):
+            return None
+        return b"".join(e.mark(-1) for e in edits if e.where.reply)
 
     @property
     def end(self) -> int | None:

@@ -101,6 +101,8 @@ class Activation:
     tensor: "torch.Tensor"
     """`[positions, d]`, or `[1, d]` where reduced."""
     reduce: Reduce = None
+    span: str | None = None
+    """What the capture's span said; `None` for every position."""
     n_layers: int | None = None
     """Decoder layers of the model, so that a layer can be counted from the end; `None` where not known."""
     source: "Capture | None" = field(default=None, repr=False, compare=False)

@@ -374,6 +374,7 @@ def cut(
                     positions=at,
                     tensor=tensor,
                     reduce=capture.reduced_as,
+                    span=None if capture.span is None else repr(capture.span),
                     n_layers=n_layers,
                     source=capture,
                 )

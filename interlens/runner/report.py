@@ -181,10 +181,10 @@ class Rows:
         return torch.cat(found)
 
     def frame(self) -> "pandas.DataFrame":
-        """Job, participant, turn, site, layer and position of every row of the tensor; a mean has none."""
+        """Job, participant, turn, site, layer, position and span of every row; a mean has no position."""
         import pandas
 
-        columns = ["job", "participant", "turn", "site", "layer", "position", "reduce"]
+        columns = ["job", "participant", "turn", "site", "layer", "position", "reduce", "span"]
         return pandas.DataFrame(self._rows, columns=columns).astype({"position": "Int64"})
 
     def __len__(self) -> int:
@@ -277,7 +277,7 @@ class RunReport:
                     "layer": a.layer,
                 }
                 places = [None] if a.reduce == "mean" else a.positions
-                rows += [base | {"position": p, "reduce": a.reduce} for p in places]
+                rows += [base | {"position": p, "reduce": a.reduce, "span": a.span} for p in places]
         return Rows(rows, jobs)
 
     def frame(self) -> "pandas.DataFrame":
