@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlens.errors import StoreError
+from interlens.request import digest_of
 
 if TYPE_CHECKING:
     import pandas
@@ -47,8 +48,14 @@ class Probe:
     ) -> "Probe":
         """Fit on activations `[n, d]` with labels `[n]`; `c` is the inverse strength of the L2 penalty.
 
-        With `folds`, `facts["accuracy"]` is the mean over held-out folds.
+        With `folds`, `facts["accuracy"]` is the mean over held-out folds. `participant=` notes whose
+        activations they are: the model and a digest of its chat template.
         """
+        if (who := facts.pop("participant", None)) is not None:
+            facts |= {
+                "model": who.describe()["model"],
+                "template": digest_of(getattr(who.template, "source", None)),
+            }
         import torch
 
         numbers, labels = _numbers(x), list(y)

@@ -99,6 +99,18 @@ def test_directions_and_probes_are_kept(tmp_path):
         Probe.load(tmp_path / "d.safetensors")
 
 
+def test_a_probe_knows_whose_activations_it_reads(tmp_path):
+    alice, bob = (AutoModelParticipant.from_pretrained("tiny", name=n) for n in ("alice", "bob"))
+    other = AutoModelParticipant.from_pretrained("tiny", name="carol", chat_template="{{ messages }}")
+    probes = [Probe.fit(torch.cat([A, B]), [1] * 80 + [0] * 80, participant=p) for p in (alice, bob, other)]
+    facts = [p.facts for p in probes]
+    assert facts[0] == facts[1]
+    assert facts[0]["model"]["model"] == "tiny"
+    assert facts[2]["template"] != facts[0]["template"]
+    probes[0].save(tmp_path / "p.safetensors")
+    assert Probe.load(tmp_path / "p.safetensors").facts == facts[0]
+
+
 def test_a_probe_is_scikit_learn_s():
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
