@@ -22,7 +22,6 @@ from interlens.errors import StoreError, nearest
 from interlens.interp import edits
 from interlens.interp.capture import Activations, Capture
 from interlens.interp.directions import Direction
-from interlens.interp.plan import Edited
 from interlens.interp.probes import Probe
 from interlens.interp.watching import StopWhen
 from interlens.message import tagged, untagged
@@ -54,7 +53,7 @@ _KINDS: dict[str, type] = {
             spans._Combined,
         ),
         *(edits.Steer, edits.Ablate, edits.Patch, Direction, StopWhen, Probe),
-        *(Edited, edits.RowEdit, edits.Where, edits.Change),
+        *(edits.RowEdit, edits.Where, edits.Change),
         *(
             stop.Both,
             stop.Either,
@@ -274,9 +273,9 @@ def save(conv: Dialogue, folder: str | Path) -> Path:
     for index, message in enumerate(conv.transcript):
         if message.activations is not None:
             message.activations.save(target / f"activations-{index:05d}.safetensors")
-        if message.edited is not None:
-            stored = json.dumps(encode(message.edited, f"the edits of message {index}"))
-            (target / f"edited-{index:05d}.json").write_text(stored, encoding="utf-8")
+        if message.edits:
+            stored = json.dumps(encode(message.edits, f"the edits of message {index}"))
+            (target / f"edits-{index:05d}.json").write_text(stored, encoding="utf-8")
     work = target / "conversation.json.new"
     work.write_text(text, encoding="utf-8", errors="surrogatepass")
     work.replace(target / "conversation.json")
@@ -302,11 +301,11 @@ def load(kind: type[D], folder: str | Path, *, trust: bool) -> D:
         index = int(file.stem.split("-")[1])
         if index < len(transcript):
             transcript.replace(index, transcript[index].with_(activations=Activations.load(file)))
-    for file in sorted(Path(folder).glob("edited-*.json")):
+    for file in sorted(Path(folder).glob("edits-*.json")):
         index = int(file.stem.split("-")[1])
         if index < len(transcript):
             made = decode(json.loads(file.read_text(encoding="utf-8")), file.name, trust)
-            transcript.replace(index, transcript[index].with_(edited=made))
+            transcript.replace(index, transcript[index].with_(edits=made))
     conv._transcript = transcript
     for name, (_, read) in _STATE.items():
         setattr(conv, name, read(document["state"][name]))

@@ -356,7 +356,7 @@ class Conversation(Dialogue):
         if not isinstance(who, ModelParticipant) or message.prompt_ids is None:
             raise TypeError(f"{who.name} is answered by {type(who).__name__}, which has no module to trace")
         ids = (*message.prompt_ids, *(message.token_ids or ()))
-        return trace(who.resident, ids, message.edited if edits else None, grad=grad)
+        return trace(who.resident, ids, message.edits if edits else (), grad=grad)
 
     def _spoken(self, name: str, turn: int) -> Message:
         """The message of a participant's turn."""

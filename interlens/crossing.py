@@ -3,7 +3,7 @@ on one participant reaches the others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from interlens import program
@@ -38,8 +38,11 @@ def readings(conv: Any, capture: Capture, readers: Sequence[Any] | None = None) 
     """Every message's content in every reader's view, from one pass per reader over all that was said.
 
     A message is in its speaker's own view and in every listener's; both are here. The pass is made without
-    edits: what a turn under an edit looked like inside is in its own captures.
+    edits: what a turn under an edit looked like inside is in its own captures. The capture names one site and
+    layer, and leaves span and means to this.
     """
+    if capture.span is not None or capture.reduced_as in ("mean", "last"):
+        raise ValueError("readings takes every message's content itself: leave span and reduce out")
     people = [conv.participant(r) for r in (readers if readers is not None else conv.names)]
     out = []
     for who in people:
@@ -49,7 +52,9 @@ def readings(conv: Any, capture: Capture, readers: Sequence[Any] | None = None) 
             continue
         view = scheduler().ask(program.look(conv, who))
         [found] = who.forward([view.ids], capture=capture, logits="last")
-        [act] = found.activations.items
+        if len(found.activations) != 1:
+            raise ValueError(f"readings takes one site and layer; the capture has {len(found.activations)}")
+        [act] = found.activations
         for index, author, at in _contents(view):
             out.append(
                 Reading(
@@ -90,7 +95,7 @@ def project(conv: Any, direction: Direction, readers: Sequence[Any] | None = Non
 
 
 def compare(a: Any, b: Any, direction: Direction | None = None) -> "pandas.DataFrame":
-    """Two branches side by side, message by message: words, whether the ids are the same, the mean
+    """Two branches side by side, message by message: words, whether they are the same, the mean
     log-probability of each reply where it was kept (`logprobs=True`), and with a direction the projection of
     each message in its author's own view.
     """
@@ -125,8 +130,7 @@ class Contagion:
 
     frame: "pandas.DataFrame"
     """One row per arm, run and message: `arm`, `seed`, `message`, `author`, `projection`, and the scores."""
-    pushed: str
-    measured: tuple[str, ...] = field(default=("projection",))
+    measured: tuple[str, ...] = ("projection",)
 
     def effect(self, *, author: str | None = None) -> "pandas.DataFrame":
         """Against the arm without a push, seeds paired: mean difference, its standard error, and n, by arm,
@@ -177,27 +181,26 @@ def contagion(
         arms[f"{c:+g}"] = Steer(direction, coef=c)
         if control:
             arms[f"random {c:+g}"] = Steer(direction.random_like(seed), coef=c)
-    own = Capture(direction.site, layers=direction.layer, reduce=direction, when="before")
+    said = Span(phase="generated", part="content")
+    own = Capture(direction.site, layers=direction.layer, reduce=direction, when="before", span=said)
     rows = []
     for arm, steer in arms.items():
-        recipe = conv.hook(_generated(own))
+        recipe = conv.hook(own)
         if steer is not None:
             recipe = recipe.hook(steer, speaker=speaker)
         report = recipe.turns(turns).rollout(n=n, seed=seed, progress=False)
         for result in report.results.values():
             if result.error is not None:
                 raise RuntimeError(f"{arm}: {result.id} failed") from result.error
-            rows += _measured(arm, result, scores or {})
+            rows += _measured(arm, result, own, scores or {})
     names = ("projection", *(scores or {}))
-    return Contagion(pandas.DataFrame(rows), speaker, names)
+    return Contagion(pandas.DataFrame(rows), names)
 
 
-def _generated(capture: Capture) -> Capture:
-    return replace(capture, span=Span(phase="generated", part="content"))
-
-
-def _measured(arm: str, result: Any, scores: Mapping[str, Callable[[str], float]]) -> list[dict[str, Any]]:
-    acts = {a.turn: a for a in result.activations}
+def _measured(
+    arm: str, result: Any, own: Capture, scores: Mapping[str, Callable[[str], float]]
+) -> list[dict[str, Any]]:
+    acts = {a.turn: a for a in result.activations if a.source is own}  # the recipe may capture more
     rows = []
     for index, message in enumerate(result.transcript):
         act = acts.get(message.metadata.get("turn")) if message.token_ids else None

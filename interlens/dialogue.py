@@ -17,7 +17,7 @@ from interlens.seeds import Stream
 from interlens.transcript import Transcript
 
 
-@dataclass
+@dataclass(eq=False)
 class Tap:
     """A capture that is open around some turns, and what it has caught."""
 

@@ -68,8 +68,8 @@ class Message:
     prompt: Prompt | None = field(default=None, kw_only=True, repr=False)
     activations: Any = field(default=None, kw_only=True, repr=False)
     """What the turn captured, where something was; tensors live here, never in the metadata."""
-    edited: Any = field(default=None, kw_only=True, repr=False)
-    """What was edited while it was made, where something was (`interp.plan.Edited`)."""
+    edits: tuple[Any, ...] = field(default=(), kw_only=True, repr=False)
+    """What was edited inside over prompt and reply, where something was (`interp.edits.RowEdit`)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.author, str) or not self.author:

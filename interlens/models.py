@@ -236,7 +236,7 @@ class ModelParticipant(Participant):
             trail.append(step)
             if isinstance(request.plan, RowPlan):
                 ended = done.finish == "eos"
-                past = Edited.of(request.plan, turn.turn, view.ids, done.token_ids, ended)
+                past = Edited.of(request.plan, view.ids, done.token_ids, ended)
             place = {"turn": turn.turn, "speaker": self.name}
             blocks = [b for s in trail for b in trail_blocks(s, self.reading(turn), **place)]
             view = self.compose(turn, entries, trail=blocks)

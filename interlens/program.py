@@ -16,6 +16,7 @@ from interlens.errors import ContextOverflow, ParticipantError
 from interlens.hooks import Review, TurnHook, reviewer, run_review
 from interlens.interp.capture import Capture
 from interlens.interp.edits import Edit
+from interlens.interp.plan import Edited
 from interlens.interp.watching import StopWhen
 from interlens.message import Message
 from interlens.participants import Participant, Turn, fitted
@@ -191,12 +192,6 @@ def situation(
     edits = [h for h in hooked if isinstance(h, Edit)]
     stops = tuple(h for h in hooked if isinstance(h, StopWhen))
     last = next((e.message for e in reversed(entries) if e.message.author == speaker.name), None)
-    if last is not None and last.edited is None and _was_edited(last):
-        raise ValueError(
-            f"{speaker.name}'s last turn was edited inside, and this copy of the conversation does not hold "
-            f"with what: its memory cannot be made again. Conversation.save keeps it; branch_from an earlier "
-            f"message leaves it out"
-        )
     return Turn(
         entries=tuple(entries),
         turn=conv.n_turns,
@@ -216,16 +211,28 @@ def situation(
         captures=(*options.captures, *captures),
         edits=(*edits, *options.edits),
         stops=stops,
-        past=last.edited if last is not None else None,
+        past=_memory(last, speaker.name, purpose),
         logprobs=options.logprobs,
         settings=options.settings,
         batched=conv.batched,
     )
 
 
-def _was_edited(message: Message) -> bool:
-    receipts = message.metadata.get("receipts", ())
-    return any(r.get("kind") == "edit" and r.get("history") == "lived" for r in receipts)
+def _memory(last: Message | None, name: str, purpose: str) -> Edited | None:
+    """What a speaker's next turn must know of edits in its last one."""
+    if last is None:
+        return None
+    if last.edits:
+        return Edited(ids=(*(last.prompt_ids or ()), *(last.token_ids or ())), edits=last.edits)
+    receipts = last.metadata.get("receipts", ())
+    lived = any(r.get("kind") == "edit" and r.get("history") == "lived" for r in receipts)
+    if lived and purpose != "view":
+        raise ValueError(
+            f"{name}'s last turn was edited inside, and this copy of the conversation does not hold with "
+            f"what: its memory cannot be made again. Conversation.save keeps it; branch_from an earlier "
+            f"message leaves it out"
+        )
+    return None
 
 
 def sample(

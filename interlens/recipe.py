@@ -51,7 +51,7 @@ class Hooked:
     def describe(self) -> Any:
         turns = repr(self.turns)
         if isinstance(self.what, TurnHook):
-            what = templating.describe_callable(type(self.what))
+            what = [templating.describe_callable(f) for f in (self.what.before, self.what.after)]
             return {"hook": what, "speaker": self.speaker, "turns": turns}
         kind = "capture" if isinstance(self.what, Capture) else "edit"
         kind = "stop" if isinstance(self.what, StopWhen) else kind

@@ -10,6 +10,7 @@ from typing import Any
 from interlens import archive, program, stop
 from interlens.dialogue import Dialogue
 from interlens.errors import nearest
+from interlens.hooks import TurnHook
 from interlens.interp.capture import Activations
 from interlens.message import tagged, untagged
 from interlens.models import ModelParticipant
@@ -100,6 +101,10 @@ class Lineup:
             seed=job.seed,
             run_until=own_copy(recipe.run_until, "run_until"),
             message_hooks=tuple(own_copy(h, "a message hook") for h in recipe.message_hooks),
+            hooks=tuple(
+                replace(h, what=own_copy(h.what, "a turn hook")) if isinstance(h.what, TurnHook) else h
+                for h in recipe.hooks
+            ),
             next_speaker=own_copy(recipe.next_speaker, "next_speaker"),
         )
         conv = self.conv.branch()

@@ -62,20 +62,21 @@ def message_of(done: Completion, request: Generate, view: View, turn: Turn, who:
             who.n_layers,
             thought=_tokens_before(done, parted.start),
             ended=done.finish == "eos",
+            said=done.token_ids,
         )
         acts = Activations(items)
     if receipts := [*receipts, *done.receipts]:
         meta["receipts"] = receipts
     edited = None
     if isinstance(request.plan, RowPlan):
-        edited = Edited.of(request.plan, turn.turn, view.ids, done.token_ids, done.finish == "eos")
+        edited = Edited.of(request.plan, view.ids, done.token_ids, done.finish == "eos")
     return Message(
         who.name,
         done.text[parted.start :],
         token_ids=done.token_ids or None,
         metadata=meta,
         activations=acts,
-        edited=edited,
+        edits=edited.edits if edited is not None else (),
     )
 
 

@@ -148,17 +148,21 @@ class HuggingFaceBackend:
             )
         for _, site, layer in plan.seen if plan is not None else ():
             self._check_address(site, layer)
+        for less in plan.reduced if plan is not None else ():
+            for _, site, layer in less.kinds if less.vector is not None else ():
+                self._fits(len(less.vector), "a projection", site, layer)
         for halt in plan.halts if plan is not None else ():
             self._check_address(halt.site, halt.layer)
-            if len(halt.weight) != (width := self.tap(halt.site, halt.layer).width):
-                raise ValueError(
-                    f"the probe reads {len(halt.weight)} numbers, and {halt.site}.{halt.layer} has {width}"
-                )
+            self._fits(len(halt.weight), "the probe", halt.site, halt.layer)
         for edit in plan.edits if plan is not None else ():
             self._check_address(*edit.address)
             if edit.site in READ_ONLY:
                 raise ValueError(f"{edit.site} can be captured and not edited")
             edit.change.check(self.widths(*edit.address).d, f"{edit.site}.{edit.layer} of {self.name}")
+
+    def _fits(self, n: int, who: str, site: str, layer: int) -> None:
+        if n != (width := self.tap(site, layer).width):
+            raise ValueError(f"{who} reads {n} numbers, and {site}.{layer} has {width}")
 
     def _check_address(self, site: str, layer: int) -> None:
         if site not in SITES:

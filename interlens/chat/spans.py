@@ -35,6 +35,13 @@ class Segment:
     tokenizer: Any = field(default=None, repr=False, compare=False)
     """What made the ids, so that words can be found among them."""
 
+    def decoded(self, n: int | None = None) -> str:
+        """The text of the first n ids, or of all."""
+        text: str = self.tokenizer.decode(
+            list(self.ids[:n]), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
     def ends(self) -> list[int]:
         """For each token, the character after its last; a part of a character ends with the whole."""
         if self.tokenizer is None:
@@ -42,19 +49,13 @@ class Segment:
                 f"words cannot be found in {self.text[:40]!r}: it is not known how it was tokenised"
             )
 
-        def decoded(n: int) -> str:
-            text: str = self.tokenizer.decode(
-                list(self.ids[:n]), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-            return text
-
-        whole = decoded(len(self.ids))
+        whole = self.decoded()
         shift = self.text.find(whole)
         if shift < 0 and self.text.strip():
             shift = -whole.find(self.text.strip())  # the decoder adds or drops a space
         ends: list[int] = []
         for n in range(1, len(self.ids) + 1):
-            ends.append(len(decoded(n).rstrip("\ufffd")) + shift)
+            ends.append(len(self.decoded(n).rstrip("\ufffd")) + shift)
         for i in range(len(ends) - 2, -1, -1):
             if ends[i] <= (ends[i - 1] if i else shift):
                 ends[i] = ends[i + 1]

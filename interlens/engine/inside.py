@@ -116,7 +116,7 @@ def collect(work: Work, segments: Sequence[Segment], session: Session, slots: Sl
                 found = numbers[[begin + there.index(o) for o in offsets]]
             else:
                 found = _found(kind, session, slots, slice(first, at[kind]))
-            chunk[kind] = found
+            chunk[kind] = found.cpu()
         row.keep([s.past + o for o in offsets], chunk)
     for address, strokes in session.wanted.strokes.items():
         for stroke in strokes:

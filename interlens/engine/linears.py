@@ -182,8 +182,8 @@ def parts_of(weight: torch.Tensor) -> list[torch.Tensor]:
 
 def stamp_of(weight: torch.Tensor) -> tuple[int, ...]:
     """Changes when a tensor is replaced or edited, but for edits through `.data`, which leave no mark."""
-    if not plain(weight):
-        return id(weight), *(n for part in parts_of(weight) if part is not weight for n in stamp_of(part))
+    if not plain(weight) and (parts := parts_of(weight))[0] is not weight:
+        return id(weight), *(n for part in parts for n in stamp_of(part))
     return id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 

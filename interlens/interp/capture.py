@@ -5,14 +5,14 @@ A `Capture` is part of a recipe: sites, layers and a span in words. For one turn
 to the exact span once the reply is known.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from interlens.chat.spans import SpanLike, as_span
-from interlens.errors import StoreError, nearest
+from interlens.errors import nearest
+from interlens.interp import stored
 from interlens.interp.sites import SITES, absolute, parse, refuse_idle_layers
 from interlens.request import digest_of
 
@@ -54,8 +54,8 @@ class Capture:
         refuse_idle_layers(sites, self.layers)
         if isinstance(self.reduce, str) and self.reduce not in ("mean", "last"):
             raise ValueError(f'reduce is None, "mean", "last" or a direction; got {self.reduce!r}')
-        if self.reduce is not None and not isinstance(self.reduce, str):
-            object.__setattr__(self, "reduce", vector_of(self.reduce))
+        if self.reduce is not None and not isinstance(self.reduce, str):  # numbers can be compared and hashed
+            object.__setattr__(self, "reduce", tuple(vector_of(self.reduce).tolist()))
         if self.when not in ("before", "after"):
             raise ValueError(f'when is "before" or "after" the edits; got {self.when!r}')
         object.__setattr__(self, "span", as_span(self.span))
@@ -71,6 +71,12 @@ class Capture:
                     out += [(site, n) for n in wanted]
         return list(dict.fromkeys(out))
 
+    def vector(self) -> "torch.Tensor | None":
+        """What is projected on, `[d]`."""
+        import torch
+
+        return torch.tensor(self.reduce) if self.reduced_as == "projection" else None
+
     @property
     def site_names(self) -> set[str]:
         """The sites without their layers."""
@@ -78,7 +84,7 @@ class Capture:
 
     def describe(self) -> dict[str, Any]:
         """What belongs to a recipe's hash."""
-        reduce = self.reduce if self.reduced_as != "projection" else digest_of(self.reduce)
+        reduce = digest_of(self.reduce) if self.reduced_as == "projection" else self.reduce
         out = {"sites": self.sites, "layers": self.layers, "span": repr(self.span), "reduce": reduce}
         return out | ({"when": self.when} if self.when != "after" else {})
 
@@ -188,11 +194,8 @@ class Activations:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file; the addresses are in its header."""
-        from safetensors.torch import save_file
-
         rest = [{f: getattr(a, f) for f in _ADDRESS} for a in self.items]
-        tensors = {f"{n:05d}": a.tensor.detach().clone().contiguous() for n, a in enumerate(self.items)}
-        save_file(tensors, str(path), {"activations": json.dumps(rest)})
+        stored.write(path, "activations", {f"{n:05d}": a.tensor for n, a in enumerate(self.items)}, rest)
 
     @classmethod
     def load(cls, path: str | Path) -> "Activations":
@@ -207,18 +210,13 @@ class Activations:
     @classmethod
     def _read(cls, path: str | Path, *, tensors: bool) -> "Activations":
         import torch
-        from safetensors import safe_open
 
-        with safe_open(str(path), framework="pt") as stored:
-            header = stored.metadata() or {}
-            if "activations" not in header:
-                raise StoreError(f"{path} was not written by Activations.save: its header names no addresses")
-            items = []
-            for n, rest in enumerate(json.loads(header["activations"])):
-                rest["positions"] = tuple(rest["positions"])
-                tensor = stored.get_tensor(f"{n:05d}") if tensors else torch.empty(0)
-                items.append(Activation(**rest, tensor=tensor))
-            return cls(items)
+        found, rest = stored.read(path, "activations", numbers=tensors)
+        items = []
+        for n, address in enumerate(rest):
+            address["positions"] = tuple(address["positions"])
+            items.append(Activation(**address, tensor=found.get(f"{n:05d}", torch.empty(0))))
+        return cls(items)
 
     def __repr__(self) -> str:
         sites = sorted({f"{a.site}.{a.layer}" for a in self.items})

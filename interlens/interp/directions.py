@@ -3,13 +3,13 @@
 A direction keeps the scale it was made with: nothing is normalised behind its user's back.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from interlens.errors import StoreError
+from interlens.interp import stored
 from interlens.interp.capture import Activations, Capture, vector_of
 from interlens.interp.probes import Probe
 
@@ -93,21 +93,14 @@ class Direction:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with the vector and, in its header, everything else."""
-        from safetensors.torch import save_file
-
         rest = {"site": self.site, "layer": self.layer, "method": self.method, "facts": self.facts}
-        save_file({"vector": self.vector.contiguous()}, str(path), {"direction": json.dumps(rest)})
+        stored.write(path, "direction", {"vector": self.vector}, rest)
 
     @classmethod
     def load(cls, path: str | Path) -> "Direction":
         """Read what `save` wrote."""
-        from safetensors import safe_open
-
-        with safe_open(str(path), framework="pt") as stored:
-            header = stored.metadata() or {}
-            if "direction" not in header:
-                raise StoreError(f"{path} was not written by Direction.save: its header names no direction")
-            return cls(stored.get_tensor("vector"), **json.loads(header["direction"]))
+        tensors, rest = stored.read(path, "direction")
+        return cls(tensors["vector"], **rest)
 
     @classmethod
     def from_gguf(cls, path: str | Path, layer: int) -> "Direction":
@@ -153,8 +146,12 @@ def rows_of(side: Any, site: str, layer: int | None, participant: Any = None) ->
         acts = side.query(site=site, layer=layer)
         if not acts:
             raise ValueError(f"nothing was captured at {site}, layer {layer}: {side!r}")
+        if len(layers := sorted({a.layer for a in acts})) > 1:
+            raise ValueError(f"{site} was captured in the layers {layers}: say which, layer={layers[0]}")
         return torch.cat([a.tensor for a in acts])
-    if hasattr(side, "activations"):  # a report
+    if callable(getattr(side, "activations", None)):  # a report
+        if layer is None:
+            raise ValueError(f"a report may hold several layers of {site}: say which, layer=12")
         found: torch.Tensor = side.activations(site=f"{site}.{layer}").tensor
         return found
     if hasattr(side, "transcript"):

@@ -6,7 +6,8 @@ rounded once.
 """
 
 import hashlib
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,15 +45,23 @@ class Change:
     @cached_property
     def digest(self) -> bytes:
         """Names the arithmetic and its numbers."""
-        said = repr((self.kind, float(self.coef), self.keep_norm, self.columns)).encode()
-        return hashlib.blake2b(
-            said + (b"" if self.vector is None else _bytes(self.vector)), digest_size=16
-        ).digest()
+        return self._named(self.vector)
 
     def at(self, row: int) -> bytes:
         """Names what happens to one position of a `set`."""
         assert self.vector is not None
-        return hashlib.blake2b(self.digest[:1] + _bytes(self.vector[row]), digest_size=16).digest()
+        return self._named(self.vector[row])
+
+    def _named(self, vector: "torch.Tensor | None") -> bytes:
+        said = (
+            self.kind,
+            float(self.coef),
+            self.keep_norm,
+            self.columns,
+            vector is not None and vector.shape,
+        )
+        numbers = b"" if vector is None else _bytes(vector)
+        return hashlib.blake2b(repr(said).encode() + numbers, digest_size=16).digest()
 
     def on(self, like: "torch.Tensor") -> "torch.Tensor | None":
         """The vector, where `like` is."""
@@ -64,11 +73,14 @@ class Change:
 
     def check(self, d: int, where: str) -> None:
         """Raise where this does not fit a site of `d` numbers."""
-        wide = d if self.columns is None else len(self.columns)
         if self.columns is not None and not all(0 <= c < d for c in self.columns):
             raise ValueError(f"{where} has {d} numbers; the edit names number {max(self.columns)}")
-        if self.vector is not None and (self.vector.shape[-1] == 0 or wide % self.vector.shape[-1]):
-            raise ValueError(f"{where} has {wide} numbers to edit, and the direction {self.vector.shape[-1]}")
+        if self.vector is None:
+            return
+        wide, own = d if self.columns is None else len(self.columns), self.vector.shape[-1]
+        parted = self.columns is not None and self.kind != "set" and own > 0 and wide % own == 0
+        if own != wide and not parted:  # heads share a direction of their width; nothing else is parted
+            raise ValueError(f"{where} has {wide} numbers to edit, and the edit brings {own}")
 
     def apply(self, h_nd: "torch.Tensor", rows: "torch.Tensor | None" = None) -> "torch.Tensor":
         """The changed activations of n positions `[n, d]`; `rows` says which rows of a `set` are theirs."""
@@ -115,21 +127,20 @@ class Where:
     prompt: frozenset[int] = frozenset()
     reply: frozenset[int] | bool = False
     """All tokens that are sampled, or those with these numbers."""
-    ended: bool = False
-    """Whether the end token of the reply is one of them."""
+    ended: frozenset[int] | bool = False
+    """Whether the end token of the reply is one of them, whatever its number or with these."""
 
     def describe(self) -> list[Any]:
         """For a log."""
-        reply = self.reply if isinstance(self.reply, bool) else sorted(self.reply)
-        return [sorted(self.prompt), reply, self.ended]
+        said = [x if isinstance(x, bool) else sorted(x) for x in (self.reply, self.ended)]
+        return [sorted(self.prompt), *said]
 
     def holds(self, position: int, size: int, end: int | None) -> bool:
         """Whether a position is one, of a row with a prompt of `size` tokens whose end token is at `end`."""
         if position < size:
             return position in self.prompt
-        if position == end:
-            return self.ended
-        return self.reply if isinstance(self.reply, bool) else position - size in self.reply
+        said = self.ended if position == end else self.reply
+        return said if isinstance(said, bool) else position - size in said
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +181,7 @@ class RowEdit:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Edit:
+class Edit(ABC):
     """What every edit of a recipe has."""
 
     layers: int | tuple[int, ...] | None = None
@@ -218,11 +229,11 @@ class Edit:
             raise ValueError(f"layers={self.layers} names layer {doubled[0][1]} twice")
         return out
 
+    @abstractmethod
     def change(
         self, turn: int, n_layers: int, widths: Callable[[str, int], "Widths"]
     ) -> list[tuple[str, int, Change]]:
         """For one turn: every address with its arithmetic."""
-        raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
         """What belongs to a recipe's hash."""
@@ -301,7 +312,7 @@ class Steer(Edit):
         out = []
         for site, layer in self.addresses(n_layers):
             columns, width = _columns(self, site, widths(site, layer))
-            key = (float(coef), columns)
+            key = (float(coef), columns, width)
             if key not in self._made:
                 self._made[key] = self._change(float(coef), columns, width, f"{site}.{layer}")
             out.append((site, layer, self._made[key]))
@@ -324,7 +335,10 @@ class Steer(Edit):
             raise ValueError(
                 f"the direction has {len(self.direction)} numbers, and {where} of this model has {fits[-1]}"
             )
-        return Change(self.mode, self.direction, coef, self.keep_norm, columns)
+        own = self.direction
+        if self.neurons is not None and len(own) == width:  # of a direction of the whole site, these numbers
+            own = own[list(columns or ())]
+        return Change(self.mode, own, coef, self.keep_norm, columns)
 
     def describe(self) -> dict[str, Any]:
         coef = describe_callable(self.coef) if callable(self.coef) else float(self.coef)
@@ -383,7 +397,7 @@ class Patch(Edit):
         given = self.activations
         if hasattr(given, "at") and not isinstance(given, torch.Tensor):
             given = given.at(site=site, layer=layer)
-        elif isinstance(given, dict):
+        elif isinstance(given, Mapping):
             if layer not in given:
                 raise ValueError(f"the patch has no activations for layer {layer}; it has {sorted(given)}")
             given = given[layer]

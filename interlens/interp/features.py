@@ -64,6 +64,13 @@ class Features:
         scaling = config.get("normalize_activations", "none")
         if scaling not in (None, "none"):
             raise StoreError(f"the autoencoder in {folder} wants activations scaled ({scaling!r})")
+        for name in ("finetuning_scaling_factor", "rescale_acts_by_decoder_norm"):
+            if config.get(name):
+                raise StoreError(f"the autoencoder in {folder} sets {name}, which is not known here")
+        if config.get("activation_fn", config.get("activation_fn_str", "relu")) not in ("relu", "topk"):
+            raise StoreError(f"the autoencoder in {folder} has another activation function than ReLU")
+        if "apply_b_dec_to_input" not in config:
+            raise StoreError(f"{folder} does not say whether its bias is taken off the input")
         site, layer = _site_of(config, place)
         found = {name: tensor.float() for name, tensor in tensors.items()}
         return cls(
@@ -74,7 +81,7 @@ class Features:
             kind=kind,
             threshold=found.get("threshold"),
             k=config.get("k"),
-            centred=bool(config.get("apply_b_dec_to_input", False)),
+            centred=bool(config["apply_b_dec_to_input"]),
             site=site,
             layer=layer,
         )

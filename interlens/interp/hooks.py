@@ -62,29 +62,53 @@ class Session:
         """`[tokens, d]` for each of what was to be kept, in the order of its indices."""
         self._handles: list[Any] = []
         self._places: dict[tuple[Any, str], list[tuple[Address, Tap]]] = {}
+        self._owed: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        """By layer, how far tokens of its stream were moved where only the MLP reads them."""
         places = self._places
         for address in self.wanted.addresses():
             if address[0] in FROM_ENGINE:
                 continue
             tap = self.sites.tap(*address)
             places.setdefault((tap.module, tap.side), []).append((address, tap))
+            if tap.stream is not None and address in self.wanted.strokes:
+                places.setdefault((tap.stream, "out"), [])
+                self._owed[tap.stream] = []
 
     def __enter__(self) -> "Session":
         for (module, side), taps in self._places.items():
-            self._handles.append(_register(module, side, partial(self._visit, taps)))
+            owed = self._owed.get(module, []) if side == "out" else []
+            self._handles.append(_register(module, side, partial(self._visit, taps, owed)))
         return self
 
-    def _visit(self, taps: Sequence[tuple[Address, Tap]], hidden: "torch.Tensor") -> "torch.Tensor | None":
+    def _visit(
+        self,
+        taps: Sequence[tuple[Address, Tap]],
+        owed: "Sequence[tuple[torch.Tensor, torch.Tensor]]",
+        hidden: "torch.Tensor",
+    ) -> "torch.Tensor | None":
         """Read, change, read; what comes instead, or `None` where nothing was changed."""
         whole = hidden.reshape(-1, hidden.shape[-1])
         changed = False
+        for index, by in owed:
+            whole, changed = _put(whole, index, (whole[index].float() + by).to(whole.dtype), changed), True
         for address, tap in taps:
             self._keep("before", address, whole, tap)
             for stroke in self.wanted.strokes.get(address, ()):
-                whole, changed = _stroke(whole, tap, stroke, changed), True
+                whole, changed = self._make(stroke, tap, whole, changed), True
             self._keep("after", address, whole, tap)
             self._keep("scored", address, whole, tap)
         return whole.view(hidden.shape) if changed else None
+
+    def _make(self, stroke: Stroke, tap: Tap, whole: "torch.Tensor", copied: bool) -> "torch.Tensor":
+        """Change some tokens; gradients pass, where there are any."""
+        index = stroke.index.to(whole.device)
+        old = whole[index] if tap.columns is None else whole[index, slice(*tap.columns)]
+        new = stroke.change.apply(old, stroke.rows)
+        by = new.float() - old.float()
+        stroke.moved = by.detach().norm(dim=-1)
+        if tap.stream is not None:
+            self._owed[tap.stream].append((index, by))
+        return _put(whole, index, new, copied, tap.columns)
 
     def _keep(self, when: When, address: Address, whole: "torch.Tensor", tap: Tap) -> None:
         if (index := self.wanted.keep.get((when, *address))) is not None:
@@ -102,17 +126,19 @@ def _part(whole: "torch.Tensor", tap: Tap) -> "torch.Tensor":
     return whole.detach() if tap.columns is None else whole.detach()[:, slice(*tap.columns)]
 
 
-def _stroke(whole: "torch.Tensor", tap: Tap, stroke: Stroke, copied: bool) -> "torch.Tensor":
+def _put(
+    whole: "torch.Tensor",
+    index: "torch.Tensor",
+    new: "torch.Tensor",
+    copied: bool,
+    columns: tuple[int, int] | None = None,
+) -> "torch.Tensor":
     """The tensor with some tokens changed; the first change makes a copy of it."""
-    index = stroke.index.to(whole.device)
-    old = _part(whole, tap)[index]
-    new = stroke.change.apply(old, stroke.rows)
-    stroke.moved = (new.float() - old.float()).norm(dim=-1)
     out = whole if copied else whole.clone()
-    if tap.columns is None:
+    if columns is None:
         out[index] = new
     else:
-        out[index, slice(*tap.columns)] = new
+        out[index, slice(*columns)] = new
     return out
 
 

@@ -88,9 +88,8 @@ class RowPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Edited:
-    """What was edited in a turn, its speaker's memory included: over which ids, and where."""
+    """What was edited in a speaker's last pass, its memory of earlier ones included."""
 
-    turn: int
     ids: tuple[int, ...]
     """Prompt and reply."""
     edits: tuple[RowEdit, ...]
@@ -98,7 +97,7 @@ class Edited:
 
     @classmethod
     def of(
-        cls, plan: RowPlan | None, turn: int, prompt: tuple[int, ...], reply: tuple[int, ...], ended: bool
+        cls, plan: RowPlan | None, prompt: tuple[int, ...], reply: tuple[int, ...], ended: bool
     ) -> "Edited | None":
         """What a plan did over a prompt and the reply that came; `None` where it edited nothing."""
         ids, size = (*prompt, *reply), len(prompt)
@@ -113,7 +112,7 @@ class Edited:
                 known = edits[i]
                 both = Where(prompt=known.where.prompt | touched)
                 edits[i] = replace(known, where=both, rows=known.rows | e.rows)
-        return cls(turn=turn, ids=ids, edits=tuple(edits)) if edits else None
+        return cls(ids=ids, edits=tuple(edits)) if edits else None
 
 
 def plan_of(
@@ -142,7 +141,7 @@ def plan_of(
         else:
             reduced.append(less)
         mask = _mask(capture.span, segments, view.pov)
-        generated = generated or any(mask[-3:]) or _counts(capture.span)
+        generated = generated or any(mask[-3:]) or _counts(capture.span) or reads_words(capture.span)
         prompt |= {i for i, chosen in enumerate(mask[:-3]) if chosen}
         if _counts(capture.span):
             prompt |= set(range(len(view.ids)))
@@ -163,15 +162,18 @@ def _reduced(number: int, capture: Capture, view: View, n_layers: int, turn: int
     how = capture.reduced_as
     if how is None or capture.site_names & set(FROM_ENGINE):
         return None
+    if reads_words(capture.span):
+        return None
     try:
         where = where_of(capture, capture.span or Span(), view, turn)
     except ValueError:
         return None
+    if how == "mean":
+        if where.prompt == {0} and where.reply is not False:
+            return None  # whether position 0 takes part depends on whether there is a reply
+        where = where if where.prompt == {0} else replace(where, prompt=where.prompt - {0})
     kinds = tuple((capture.when, site, layer) for site, layer in capture.addresses(n_layers))
-    if how == "mean" and where.prompt != {0}:
-        where = replace(where, prompt=where.prompt - {0})
-    vector = capture.reduce if how == "projection" else None
-    return Reduced(number, kinds, how, where, vector)
+    return Reduced(number, kinds, how, where, capture.vector())
 
 
 def _resolved(
@@ -246,12 +248,21 @@ def where_of(what: Edit | Capture, span: SpanLike, view: View, turn: int) -> Whe
     whole = len(reply) == _TRIED
     if not whole and (_TRIED - 1) in reply:
         raise ValueError(f"{span} selects some tokens of a reply by a rule that has no end; use first=")
+    if reply and reads_words(span):
+        raise ValueError(
+            f"{span} asks for words of a reply that is not there yet; select within the prompt: "
+            f"& Span(phase='prompt')"
+        )
     if not prompt and not reply:
         raise ValueError(
             f"{type(what).__name__} with span {span} matches no token of {view.pov}'s turn {turn}; "
             f"look at conv.view({view.pov!r}).spans()"
         )
-    return Where(prompt=prompt, reply=whole or (reply if reply else False), ended=masks[_TRIED, 0, True][-1])
+    ended: frozenset[int] | bool = masks[_TRIED, 0, True][-1]
+    if reply and not whole:  # a reply may end before the last of these
+        ends = ((i, turn_segments(view, turn, i + 1, 0, True)) for i in reply)
+        ended = frozenset(i for i, segments in ends if _mask(span, segments, view.pov)[-1])
+    return Where(prompt=prompt, reply=whole or reply or False, ended=ended)
 
 
 def _remembered(past: Edited | None, now: Sequence[RowEdit], view: View) -> list[RowEdit]:
@@ -292,36 +303,52 @@ def _counts(span: SpanLike | None) -> bool:
     return any(_counts(part) for part in getattr(span, "of", ()))
 
 
+def reads_words(span: SpanLike | None) -> bool:
+    """Whether a span looks for words, which a reply may hold too once it is there."""
+    return getattr(span, "text", None) is not None or any(map(reads_words, getattr(span, "of", ())))
+
+
 def _mask(span: SpanLike | None, segments: Sequence[Segment], pov: str) -> list[bool]:
     return (span or Span()).mask(segments, pov)
 
 
 def turn_segments(
-    view: View, turn: int, n_reply: int, thought: int = 0, ended: bool = False
+    view: View,
+    turn: int,
+    n_reply: int,
+    thought: int = 0,
+    ended: bool = False,
+    said: Sequence[int] = (),
 ) -> tuple[Segment, ...]:
     """The segments of one turn: all that was given is its prompt, the reply alone is generated.
 
     Of the reply's tokens the first `thought` are reasoning, and the last is the end token where it `ended`.
+    With the ids that were `said` it has its words, too.
     """
+    given = view.segments_or_raise()
+    tokenizer = next((s.tokenizer for s in given if s.tokenizer is not None), None) if said else None
     parts: tuple[tuple[int, Part, Channel | None], ...] = (
         (thought, "content", "reasoning"),
         (n_reply - thought - ended, "content", "answer"),
         (int(ended), "footer", None),
     )
-    reply = (
-        Segment(
+    reply, at = [], 0
+    for n, part, channel in parts:
+        ids = tuple(said[at : at + n]) or (0,) * n
+        segment = Segment(
             text="",
-            ids=(0,) * n,
+            ids=ids,
             role="assistant",
             part=part,
             speaker=view.pov,
             turn=turn,
             generated=True,
             channel=channel,
+            tokenizer=tokenizer,
         )
-        for n, part, channel in parts
-    )
-    return (*(replace(s, generated=False) for s in view.segments_or_raise()), *reply)
+        reply.append(replace(segment, text=segment.decoded()) if tokenizer is not None else segment)
+        at += n
+    return (*(replace(s, generated=False) for s in given), *reply)
 
 
 def cut(
@@ -334,17 +361,18 @@ def cut(
     *,
     thought: int = 0,
     ended: bool = False,
+    said: Sequence[int] = (),
 ) -> tuple[list[Activation], list[dict[str, Any]]]:
     """Cut what the engine kept to each capture's exact span; return activations and receipts.
 
     `raw` holds `positions` `[k]` and one `[k, d]` tensor per address (`before:` in front of its name where it
     was read before the edits). Every token of the reply has a position, the last one too, unless the turn was
     cancelled before it was run. The first `thought` of them are reasoning; where the reply `ended`, the last
-    is the end token, which is footer and not content.
+    is the end token, which is footer and not content. `said` are the reply's ids, for spans by words.
     """
     import torch
 
-    segments = turn_segments(view, turn, n_reply, thought, ended)
+    segments = turn_segments(view, turn, n_reply, thought, ended, said)
     place = {p: i for i, p in enumerate(raw["positions"].tolist())}
     out, receipts = [], []
     for number, capture in enumerate(captures):
@@ -356,12 +384,14 @@ def cut(
                 f"{capture} matched no token of {view.pov}'s turn {turn}; look at "
                 f"conv.view({view.pov!r}).spans()"
             )
-        kept = [p for p in wanted if p > 0] or wanted if capture.reduce == "mean" else wanted
+        kept = [p for p in wanted if p > 0] or wanted if capture.reduced_as == "mean" else wanted
         rows = torch.tensor([place[p] for p in kept])
         for site, layer in capture.addresses(n_layers):
             name = name_of((capture.when, site, layer))
             if (less := raw.get(f"{number}:{name}")) is None:
-                tensor, at = reduced(raw[name][rows], tuple(kept), capture.reduce)
+                vector = capture.vector()
+                how = capture.reduced_as if vector is None else vector
+                tensor, at = reduced(raw[name][rows], tuple(kept), how)
             else:  # a mean or the last position came by itself, projections for every position
                 tensor = less[rows] if capture.reduced_as == "projection" else less
                 at = tuple(kept[-1:] if capture.reduced_as == "last" else kept)

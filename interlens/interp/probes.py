@@ -1,12 +1,11 @@
 """Linear probes: fitted by scikit-learn, applied in torch, kept as safetensors and JSON."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from interlens.errors import StoreError
+from interlens.interp import stored
 from interlens.request import digest_of
 
 if TYPE_CHECKING:
@@ -44,20 +43,19 @@ class Probe:
         c: float = 0.05,
         folds: int = 0,
         seed: int = 0,
-        **facts: Any,
+        participant: Any = None,
     ) -> "Probe":
         """Fit on activations `[n, d]` with labels `[n]`; `c` is the inverse strength of the L2 penalty.
 
         With `folds`, `facts["accuracy"]` is the mean over held-out folds. `participant=` notes whose
         activations they are: the model and a digest of its chat template.
         """
-        if (who := facts.pop("participant", None)) is not None:
-            facts |= {
-                "model": who.describe()["model"],
-                "template": digest_of(getattr(who.template, "source", None)),
-            }
         import torch
 
+        facts: dict[str, Any] = {}
+        if participant is not None:
+            template = digest_of(getattr(participant.template, "source", None))
+            facts = {"model": participant.describe()["model"], "template": template}
         numbers, labels = _numbers(x), list(y)
         if len(numbers) != len(labels):
             raise ValueError(f"there are {len(numbers)} activations and {len(labels)} labels")
@@ -69,9 +67,8 @@ class Probe:
         model.fit(numbers, labels)
         scaler, regression = model[0], model[1]
         parts = scaler.mean_, scaler.scale_, regression.coef_, regression.intercept_
-        tensors = [torch.tensor(p, dtype=torch.float32) for p in parts]
-        mean, scale, coef, bias = tensors
-        return cls(mean, scale, coef, bias, tuple(regression.classes_.tolist()), site, layer, dict(facts))
+        mean, scale, coef, bias = (torch.tensor(p, dtype=torch.float32) for p in parts)
+        return cls(mean, scale, coef, bias, tuple(regression.classes_.tolist()), site, layer, facts)
 
     def logits(self, x: Any) -> "torch.Tensor":
         """`[…, classes]` scores, or `[…]` for two classes: above 0 is the second one."""
@@ -101,23 +98,14 @@ class Probe:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with the numbers and, in its header, everything else."""
-        from safetensors.torch import save_file
-
         rest = {"classes": self.classes, "site": self.site, "layer": self.layer, "facts": self.facts}
-        tensors = {name: getattr(self, name).contiguous() for name in _TENSORS}
-        save_file(tensors, str(path), {"probe": json.dumps(rest)})
+        stored.write(path, "probe", {name: getattr(self, name) for name in _TENSORS}, rest)
 
     @classmethod
     def load(cls, path: str | Path) -> "Probe":
         """Read what `save` wrote."""
-        from safetensors import safe_open
-
-        with safe_open(str(path), framework="pt") as stored:
-            header = stored.metadata() or {}
-            if "probe" not in header:
-                raise StoreError(f"{path} was not written by Probe.save: its header names no probe")
-            rest = json.loads(header["probe"])
-            mean, scale, coef, bias = (stored.get_tensor(name) for name in _TENSORS)
+        tensors, rest = stored.read(path, "probe")
+        mean, scale, coef, bias = (tensors[name] for name in _TENSORS)
         return cls(mean, scale, coef, bias, tuple(rest.pop("classes")), **rest)
 
     def __repr__(self) -> str:

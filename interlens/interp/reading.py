@@ -49,7 +49,9 @@ class Lens:
 
 
 def logit_lens(participant: Any, prompt: Any, *, position: int = -1) -> Lens:
-    """Final norm and unembedding applied to every layer's output (nostalgebraist 2020)."""
+    """Final norm and unembedding applied to every layer's output (nostalgebraist 2020), without a cap or a
+    scale that the model may put on its logits: neither changes which token is likelier.
+    """
     import torch
 
     acts = _read(participant, prompt, ["resid_post"])
@@ -66,7 +68,7 @@ class Attribution:
     parts: dict[str, float]
     """`embeddings`, `attn_out.L` and `mlp_out.L` of every layer, and `bias` where the last norm has one."""
     total: float
-    """The model's own logit, or difference."""
+    """The model's own logit, or difference, before a bias, a cap or a scale that its head may have."""
 
     def frame(self) -> "pandas.DataFrame":
         """One row per part, the largest first."""

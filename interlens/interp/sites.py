@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from interlens.errors import nearest
@@ -23,7 +23,7 @@ from interlens.errors import nearest
 SITES = {
     "embeddings": "output of the token embedding",
     "resid_pre": "input of a decoder layer",
-    "attn_out": "what attention adds to the residual stream",
+    "attn_out": "what attention, or a mixer in its place, adds to the residual stream",
     "resid_mid": "the residual stream between attention and MLP",
     "mlp_out": "what the MLP adds to the residual stream",
     "resid_post": "output of a decoder layer",
@@ -108,7 +108,9 @@ class Tap:
     columns: tuple[int, int] | None = None
     """The part of its numbers that is the site; `None` is all of them."""
     width: int = 0
-    """Numbers per token; 0 where it was not seen yet."""
+    """Numbers per token."""
+    stream: Any = None
+    """Of `resid_mid`, its layer: what stands here is read by the MLP, and added to what the layer gives."""
 
 
 class Sites:
@@ -217,8 +219,9 @@ class _Block:
         ]
         attention, middle = self._middle(whole.given, added)
         if middle is not None:
-            out["resid_mid"] = middle.tap("in", self.names)
             mlp = next((r for r in reversed(added) if self._sums(middle.given, r.made, whole.made)), None)
+            if mlp is not None:
+                out["resid_mid"] = replace(middle.tap("in", self.names), stream=whole.module)
         else:
             attention, mlp = self._parallel(whole, added)
         for site, record in (("attn_out", attention), ("mlp_out", mlp)):

@@ -64,6 +64,12 @@ def test_what_is_no_direction_is_said():
         Direction.from_contrast(A, B, method="median")
     with pytest.raises(ValueError, match="participant="):
         Direction.from_contrast(["a"], ["b"])
+    alice = AutoModelParticipant.from_pretrained("tiny", name="alice")
+    both = alice.forward("abc", capture=Capture("resid_post")).activations
+    with pytest.raises(ValueError, match=r"captured in the layers \[0, 1\]: say which"):
+        Direction.from_contrast(both, both)
+    with pytest.raises(TypeError, match="fold"):
+        Probe.fit(A, [0, 1] * 40, fold=5)
 
 
 def test_conversations_reports_and_texts_are_sides():
@@ -89,13 +95,13 @@ def test_directions_and_probes_are_kept(tmp_path):
     again = Direction.load(tmp_path / "d.safetensors")
     assert torch.equal(again.vector, direction.vector)
     assert (again.layer, again.method, again.facts) == (5, "mean", {"a": 80, "b": 80})
-    probe = Probe.fit(torch.cat([A, B]), ["good"] * 80 + ["bad"] * 80, layer=5, folds=5, model="m")
+    probe = Probe.fit(torch.cat([A, B]), ["good"] * 80 + ["bad"] * 80, layer=5, folds=5)
     probe.save(tmp_path / "p.safetensors")
     loaded = Probe.load(tmp_path / "p.safetensors")
     assert torch.equal(loaded.apply(A), probe.apply(A))
     assert loaded.facts == probe.facts
     assert loaded.facts["accuracy"] > 0.95
-    with pytest.raises(StoreError, match="not written by Probe"):
+    with pytest.raises(StoreError, match="holds no probe"):
         Probe.load(tmp_path / "d.safetensors")
 
 

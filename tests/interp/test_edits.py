@@ -1,5 +1,6 @@
 """Edits in the batch: the numbers are those of raw torch hooks on the same ids, a row's own in any batch."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -15,7 +16,7 @@ from interlens.engine.batch import Engine
 from interlens.engine.compiled import kernel
 from interlens.engine.selftest import examine
 from interlens.engine.slow import SlowEngine, engine_for
-from interlens.engine.tiny import tiny_model
+from interlens.engine.tiny import tiny_model, tiny_tokenizer
 from interlens.interp.edits import Ablate, Change, Patch, RowEdit, Steer, Where
 from interlens.interp.plan import Reduced, RowPlan
 from interlens.interp.sites import Sites
@@ -82,6 +83,25 @@ def test_heads_and_neurons_are_changed_alone():
     assert torch.allclose(Change("clamp", torch.ones(1), 2.5, columns=(7,)).apply(h)[:, 7], torch.tensor(2.5))
 
 
+@contextlib.contextmanager
+def by_layer(layer, changed):
+    """A Llama layer written out, with its stream changed between attention and MLP."""
+
+    def forward(hidden_states, **kwargs):
+        out, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+        middle = changed(hidden_states + out)
+        return middle + layer.mlp(layer.post_attention_layernorm(middle))
+
+    before = layer.__dict__.get("forward")
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        layer.__dict__.pop("forward")
+        if before is not None:
+            layer.forward = before
+
+
 def hooked_logits(model, ids, place, positions, fn):
     """A plain forward pass with one raw hook that changes some positions."""
 
@@ -91,6 +111,9 @@ def hooked_logits(model, ids, place, positions, fn):
         return out
 
     tap = Sites(model).tap(*place)
+    if place[0] == "resid_mid":
+        with by_layer(model.model.layers[place[1]], changed), torch.no_grad():
+            return model(torch.tensor([ids]), use_cache=False).logits[0]
     if tap.side == "in":
         hook = tap.module.register_forward_pre_hook(lambda m, args: (changed(args[0]), *args[1:]))
     else:
@@ -230,6 +253,72 @@ def test_keys_are_shared_by_rows_that_agree_in_ids_and_edits_alone(model):
         assert result.same_bits(fresh)
         reused[name] = result.done.reused_tokens
     assert reused == {"plain": 0, "plus": 20, "plus again": 40, "more": 20, "plain again": 40}
+
+
+def test_the_stream_in_the_middle_is_edited_for_the_mlp_and_for_what_comes_after(model):
+    """Not only what the MLP reads: the sum that the layer gives holds with the edited stream."""
+    sites = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+    for kind in ("add", "ablate", "clamp"):
+        plan = RowPlan(
+            captures=tuple((s, 0) for s in sites),
+            before=(("resid_mid", 0),),
+            prompt=tuple(range(40)),
+            edits=(edit(kind, 2.0, "resid_mid", 0, Where(prompt=frozenset({7, 39}))),),
+        )
+        [result] = drive(Engine(model, prefill_budget=13), [row(IDS, 0, plan=plan)])
+        got = {s: result.done.captures[f"{s}.0"] for s in sites}
+        early = result.done.captures["before:resid_mid.0"]
+        assert torch.allclose(got["resid_pre"] + got["attn_out"], early, atol=1e-5)
+        assert torch.allclose(
+            got["resid_mid"][[7, 39]], by_hand(kind, 2.0, early[[7, 39]]).float(), atol=1e-4
+        )
+        assert torch.allclose(got["resid_mid"] + got["mlp_out"], got["resid_post"], atol=1e-4)
+
+
+def test_patches_of_other_columns_or_widths_are_other_patches():
+    """What keys are shared by names the numbers, where they are put, and nothing else."""
+    values = torch.ones(2, 16)
+    marks = {
+        (Change("set", values, columns=tuple(range(a, a + 16))).at(0), a)
+        for a in (0, 16, 32, 48)
+        for _ in range(2)
+    }
+    assert len(marks) == len({m for m, _ in marks}) == 4
+    for n in range(300):  # a mark of one byte would meet another of these
+        marks.add((Change("set", values, columns=tuple(range(n, n + 16))).at(0), n))
+    assert len({m for m, _ in marks}) == 300
+    whole = Change("set", torch.stack([values[0], values[0] * 2]))
+    assert whole.at(0) == Change("set", values[:1]).at(0), "other positions of the patch do not show"
+    assert Change("set", torch.ones(1, 4)).digest != Change("set", torch.ones(2, 2)).digest
+
+
+def test_one_edit_on_two_models_of_other_widths_is_checked_on_both():
+    """A width that goes into the other's evenly must not be taken for heads."""
+    small = AutoModelParticipant.from_pretrained("tiny", name="alice")
+    other = AutoModelParticipant.from_model(FAMILIES["gpt2"].make(), tiny_tokenizer(), name="bob")
+    push = Steer(torch.ones(128), layers=0, site="mlp_act")
+    assert small.forward(IDS, edits=push, logits="last").logits.shape == (1, 259)
+    with pytest.raises(ValueError, match=r"128 numbers, and mlp_act.0 of this model has 256"):
+        other.forward(tuple(i % 250 for i in IDS), edits=push)
+    with pytest.raises(ValueError, match="64 numbers to edit, and the edit brings 32"):
+        Change("add", torch.ones(32)).check(64, "here")
+    Change("add", torch.ones(16), columns=tuple(range(32))).check(
+        64, "heads share a direction of their width"
+    )
+    with pytest.raises(ValueError, match="32 numbers to edit, and the edit brings 16"):
+        Change("set", torch.ones(1, 16), columns=tuple(range(32))).check(64, "here")
+
+
+def test_neurons_of_a_direction_of_the_whole_site():
+    alice = AutoModelParticipant.from_pretrained("tiny", name="alice")
+    capture = Capture("mlp_act", layers=0)
+    plain = alice.forward(IDS, capture=capture).activations.at()
+    own = torch.arange(128).float()
+    for direction in (own, own[[3, 100]]):
+        push = Steer(direction, layers=0, site="mlp_act", neurons=(3, 100), span=Span())
+        moved = alice.forward(IDS, edits=push, capture=capture).activations.at() - plain
+        assert torch.allclose(moved[:, [3, 100]], torch.tensor([3.0, 100.0]).expand(40, 2), atol=1e-4)
+        assert moved.abs().sum(0).count_nonzero() == 2
 
 
 # -- in a conversation
@@ -503,6 +592,98 @@ def test_a_reduction_on_the_way_is_that_of_everything_and_the_row_s_own(model):
             assert torch.allclose(a[f"0:{name}"][0], full[name][1:].double().mean(0).float(), atol=1e-6)
             assert torch.equal(a[f"1:{name}"][0], full[name][-1])
             assert torch.allclose(a[f"2:{name}"][:, 0], full[name] @ U, atol=1e-3)
+
+
+def ending(n):
+    """A talk whose replies end by themselves after n tokens."""
+    [alice] = [
+        AutoModelParticipant.from_pretrained(
+            "tiny", name="alice", max_new_tokens=12, seed=s, logit_bias={2: b}
+        )
+        for s, b in [ENDINGS[n]]
+    ]
+    return Conversation(alice, shared_context="Say something about the sea.")
+
+
+def endings():
+    found = {}
+    for s in range(40):
+        alice = AutoModelParticipant.from_pretrained(
+            "tiny", name="alice", max_new_tokens=12, seed=s, logit_bias={2: 6.0}
+        )
+        m = Conversation(alice, shared_context="Say something about the sea.").step("alice")
+        if m.metadata["finish"] == "eos":
+            found.setdefault(len(m.token_ids), (s, 6.0))
+        if {1, 2, 3} <= found.keys():
+            break
+    return found
+
+
+ENDINGS = {}
+
+
+@pytest.mark.parametrize(
+    "span", [Span(phase="generated", first=3), At((0,)) | Span(phase="generated")], ids=str
+)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_positions_of_a_mean_are_those_that_entered_it(n, span):
+    """Also where a reply ends before the span does, and where position 0 takes part only without a reply."""
+    if not ENDINGS:
+        ENDINGS.update(endings())
+    both = [Capture("resid_post", layers=1, span=span, reduce=how) for how in ("mean", None)]
+    mean, whole = ending(n).step("alice", capture=both).activations
+    kept = [i for i, p in enumerate(whole.positions) if p > 0]
+    assert mean.positions == tuple(whole.positions[i] for i in kept)
+    assert torch.allclose(mean.tensor[0], whole.tensor[kept].mean(0), atol=1e-5)
+
+
+def test_an_edit_of_the_first_tokens_reaches_an_end_token_among_them():
+    if not ENDINGS:
+        ENDINGS.update(endings())
+    span = Span(phase="generated", first=3)
+    acts = [
+        Capture("resid_post", layers=0, span=Span(phase="generated"), when=w) for w in ("before", "after")
+    ]
+    for n in (1, 2, 3):
+        conv = ending(n)
+        message = conv.step("alice", capture=acts, steer=Steer(V * 0.01, layers=0, span=span))
+        early, late = message.activations
+        assert (late.tensor != early.tensor).any(-1).tolist() == [True] * min(3, len(message.token_ids))
+
+
+def test_words_of_a_reply_are_found_once_it_is_there():
+    conv = talk()
+    free = conv.branch().step("alice")
+    tokenizer = conv.participant("alice").tokenizer
+    text = tokenizer.decode(free.token_ids[2:3])
+    span = Span(text=text, phase="generated")
+    whole = Capture("resid_post", layers=1, span=Span(phase="generated"))
+    found = [Capture("resid_post", layers=1, span=span, reduce=how) for how in (None, "mean")]
+    everything, words, mean = conv.branch().step("alice", capture=[whole, *found]).activations
+    assert len(free.prompt_ids) + 2 in words.positions
+    places = [everything.positions.index(p) for p in words.positions]
+    assert torch.equal(words.tensor, everything.tensor[places])
+    assert torch.allclose(mean.tensor[0], words.tensor.mean(0), atol=1e-5)
+    with pytest.raises(ValueError, match="words of a reply that is not there yet"):
+        conv.step("alice", steer=Steer(V, layers=0, span=~Span(text="sea")))
+
+
+def test_a_projection_of_another_width_ends_its_own_row():
+    conv = talk()
+    with pytest.raises(ValueError, match=r"a projection reads 65 numbers, and resid_post\.1 has 64"):
+        conv.step("alice", capture=Capture("resid_post", layers=1, reduce=torch.ones(D + 1)))
+
+
+def test_captures_can_be_compared_and_nested():
+    one, two = (Capture("resid_post", layers=1, reduce=V * s) for s in (1, 2))
+    assert one != two
+    assert one == Capture("resid_post", layers=1, reduce=V.clone())
+    conv = talk()
+    with conv.capture(one) as a:
+        with conv.capture(two) as b:
+            conv.step("alice")
+        conv.step("bob")
+    assert (len(a), len(b)) == (2, 1)
 
 
 def test_a_mean_of_a_turn_is_the_mean_of_its_positions():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from interlens import Ablate, Capture, Conversation, Direction, Patch, Span, Steer, TurnHook, models
-from interlens.crossing import readings
+from interlens.crossing import contagion, readings
 from interlens.engine.tiny import tiny_model, tiny_tokenizer
 from interlens.models import AutoModelParticipant
 
@@ -68,6 +68,27 @@ def test_the_same_utterance_is_read_by_everybody():
     assert row.projection == pytest.approx(mean, abs=1e-4)
 
 
+def test_readings_says_what_it_does_not_take():
+    conv = talk()
+    conv.run(1)
+    for capture, said in (
+        (Capture("resid_post", layers=1, span=Span(part="content")), "leave span and reduce out"),
+        (Capture("resid_post", layers=1, reduce="mean"), "leave span and reduce out"),
+        (Capture("resid_post"), "one site and layer; the capture has 2"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            readings(conv, capture)
+
+
+def test_contagion_measures_its_own_projection_beside_other_captures():
+    direction = Direction(V, layer=1)
+    plain, busy = talk(), talk().hook(Capture("resid_pre", layers=0), Capture("resid_post", layers=1))
+    one, two = (contagion(c, direction, speaker="alice", coefs=(1.0,), n=2).frame for c in (plain, busy))
+    assert one.equals(two)
+    assert set(one.arm) == {"none", "+1", "random +1"}
+    assert len(one) == 3 * 2 * 2
+
+
 # -- turn hooks
 
 
@@ -98,6 +119,28 @@ def test_a_turn_hook_sees_changes_and_denies():
     moved = [m.metadata["receipts"][-1]["moved"] for m in conv.transcript if m.author == "alice"]
     assert moved[0] == 0
     assert moved[1] > 0
+
+
+class Once(TurnHook):
+    """Pushes in the first turn that it sees."""
+
+    def __init__(self, coef):
+        self.coef, self.done = coef, False
+
+    def before(self, turn):
+        first, self.done = not self.done, True
+        return [Steer(V, layers=0, coef=self.coef)] if first else []
+
+
+def test_a_turn_hook_is_each_job_s_own_and_its_fields_are_part_of_the_recipe(tmp_path):
+    conv = talk().hook(Once(2.0)).turns(2)
+    report = conv.rollout(n=4, out_dir=tmp_path / "r", progress=False)
+    for result in report.results.values():
+        edited = [bool(m.metadata.get("receipts")) for m in result.transcript if m.token_ids]
+        assert edited == [True, False], "the first turn of every job, and no other"
+    assert not conv.recipe.hooks[0].what.done, "the caller's hook is as it was"
+    with pytest.raises(Exception, match="hooks"):
+        talk().hook(Once(3.0)).turns(2).rollout(n=4, out_dir=tmp_path / "r", progress=False)
 
 
 def test_a_turn_hook_says_what_it_may_not_return():
@@ -141,12 +184,14 @@ def test_an_edited_memory_is_saved_or_its_loss_is_said(tmp_path):
     assert one == two
     plain = conv.branch()
     first = plain.transcript[1]
-    plain.transcript.replace(1, first.with_(edited=None))
-    with pytest.raises(ValueError, match="its memory cannot be made again"):
-        plain.step("alice")
+    plain.transcript.replace(1, first.with_(edits=()))
+    assert plain.view("alice").ids == conv.view("alice").ids, "looking is no turn"
+    for verb in (plain.step, plain.sample):
+        with pytest.raises(ValueError, match="its memory cannot be made again"):
+            verb("alice")
     fine = talk()
     fine.step("alice", steer=Steer(V, layers=0, history="clean"))
-    fine.transcript.replace(1, fine.transcript[1].with_(edited=None))
+    fine.transcript.replace(1, fine.transcript[1].with_(edits=()))
     assert fine.step("alice") is not None
 
 
@@ -203,8 +248,7 @@ def test_the_memory_of_a_tool_turn_is_edited_as_it_was():
         patch.setattr(models.calling, "parse", once)
         message = conv.step("alice", steer=Steer(V, layers=0, coef=2.0))
     assert calls == ["sea"]
-    [record] = [message.edited]
-    touched = sorted(p for e in record.edits for p in e.where.prompt)
+    touched = sorted(p for e in message.edits for p in e.where.prompt)
     first = len(message.metadata["tool_trail"][0]["ids"])
     assert len(touched) > len(message.token_ids) + 1, "what it said before the tool is remembered as edited"
     assert len(touched) <= len(message.token_ids) + first + 3

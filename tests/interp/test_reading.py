@@ -117,7 +117,8 @@ def folder(path, n=40, **config):
     }
     path.mkdir()
     save_file(tensors, str(path / "sae_weights.safetensors"))
-    (path / "cfg.json").write_text(json.dumps({"hook_name": "blocks.1.hook_resid_post"} | config))
+    facts = {"hook_name": "blocks.1.hook_resid_post", "apply_b_dec_to_input": False} | config
+    (path / "cfg.json").write_text(json.dumps(facts))
     return tensors
 
 
@@ -151,10 +152,17 @@ def test_features_that_cannot_be_read_are_refused(tmp_path):
             ({"architecture": "gated"}, "'gated'"),
             ({"normalize_activations": "layer_norm"}, "scaled"),
             ({"hook_name": "blocks.1.hook_scale"}, "no site"),
+            ({"finetuning_scaling_factor": True}, "finetuning_scaling_factor"),
+            ({"activation_fn_str": "tanh-relu"}, "another activation"),
         )
     ):
         folder(tmp_path / str(i), **config)
         with pytest.raises(StoreError, match=said):
             Features.load(tmp_path / str(i))
+    place = tmp_path / "silent"
+    folder(place)
+    (place / "cfg.json").write_text(json.dumps({"hook_name": "blocks.1.hook_resid_post"}))
+    with pytest.raises(StoreError, match="whether its bias is taken off"):
+        Features.load(place)
     with pytest.raises(StoreError, match=r"cfg\.json is missing"):
         Features.load(tmp_path)

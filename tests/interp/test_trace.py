@@ -55,6 +55,26 @@ def test_gradients_are_there_when_asked_for(conv):
     assert not hidden.requires_grad
 
 
+def test_gradients_pass_through_an_edit(conv):
+    """Adding a vector has the gradient of the identity; the edited token is no dead end."""
+    with conv.trace("alice", grad=True) as t:
+        early = t.nn.model.layers[0].input.save()
+        loss = t.nn.model.layers[1].output[0, -1].sum().save()
+    [grad] = torch.autograd.grad(loss, early)
+    assert grad[0, -1].abs().sum() > 0, "the last token was edited in layer 0"
+
+
+def test_a_tracer_that_is_never_entered_leaves_nothing(conv):
+    model = conv.participant("bob").model
+    before = state(model)
+    conv.trace("bob")
+    assert state(model) == before
+    assert not any("__nnsight__" in m.__dict__ for m in model.modules())
+    with pytest.raises(ZeroDivisionError), conv.trace("bob"):
+        1 / 0  # noqa: B018
+    assert state(model) == before
+
+
 def test_the_conversation_goes_on_as_if_nothing_had_been(conv):
     other = conv.branch()
     with conv.trace("bob") as t:

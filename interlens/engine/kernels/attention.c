@@ -73,14 +73,8 @@ static inline int at_once(int left) {
 #define THREAD 0
 #endif
 
-#define T float
-#define NAME(x) x##_f32
-#include __FILE__
-#undef T
-#undef NAME
-#define T bf16
-#define NAME(x) x##_bf16
-#include __FILE__
+#define THIS "attention.c"
+#include "both.h"
 
 #else /* the rest once per type T */
 

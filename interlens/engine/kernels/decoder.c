@@ -27,14 +27,8 @@ typedef struct {
 DECLARE(float, f32)
 DECLARE(bf16, bf16)
 
-#define T float
-#define NAME(x) x##_f32
-#include __FILE__
-#undef T
-#undef NAME
-#define T bf16
-#define NAME(x) x##_bf16
-#include __FILE__
+#define THIS "decoder.c"
+#include "both.h"
 
 #else /* the rest once per type T */
 

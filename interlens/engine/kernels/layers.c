@@ -205,14 +205,8 @@ int matrix_units(void) { return 0; }
 void linear_bf16(int M, int N, int K, const bf16 *x, int64_t x_row, const bf16 *w, const bf16 *bias, bf16 *y, int threads) {}
 #endif
 
-#define T float
-#define NAME(x) x##_f32
-#include __FILE__
-#undef T
-#undef NAME
-#define T bf16
-#define NAME(x) x##_bf16
-#include __FILE__
+#define THIS "layers.c"
+#include "both.h"
 
 #else /* the rest once per type T */
 
