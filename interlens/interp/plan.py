@@ -376,15 +376,7 @@ def cut(
     place = {p: i for i, p in enumerate(raw["positions"].tolist())}
     out, receipts = [], []
     for number, capture in enumerate(captures):
-        wanted = [
-            i for i, chosen in enumerate(_mask(capture.span, segments, view.pov)) if chosen and i in place
-        ]
-        if not wanted:
-            raise ValueError(
-                f"{capture} matched no token of {view.pov}'s turn {turn}; look at "
-                f"conv.view({view.pov!r}).spans()"
-            )
-        kept = [p for p in wanted if p > 0] or wanted if capture.reduced_as == "mean" else wanted
+        kept = _matched(capture, segments, place, view.pov, turn)
         rows = torch.tensor([place[p] for p in kept])
         for site, layer in capture.addresses(n_layers):
             name = name_of((capture.when, site, layer))
@@ -414,3 +406,16 @@ def cut(
                 {"kind": "capture", **what} | ({"when": "before"} if capture.when == "before" else {})
             )
     return out, receipts
+
+
+def _matched(
+    capture: Capture, segments: Sequence[Segment], place: Mapping[int, int], pov: str, turn: int
+) -> list[int]:
+    """The positions of a capture that were run; a mean leaves position 0 out where there are others."""
+    mask = _mask(capture.span, segments, pov)
+    wanted = [i for i, chosen in enumerate(mask) if chosen and i in place]
+    if not wanted:
+        raise ValueError(
+            f"{capture} matched no token of {pov}'s turn {turn}; look at conv.view({pov!r}).spans()"
+        )
+    return [p for p in wanted if p > 0] or wanted if capture.reduced_as == "mean" else wanted
