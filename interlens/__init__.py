@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from interlens.interp.reading import logit_lens as logit_lens
     from interlens.interp.reading import patch_grid as patch_grid
     from interlens.interp.watching import StopWhen as StopWhen
+    from interlens.matched import Matched as Matched
+    from interlens.matched import matched_compute as matched_compute
     from interlens.message import Message as Message
     from interlens.models import AutoModelParticipant as AutoModelParticipant
     from interlens.models import ModelParticipant as ModelParticipant
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from interlens.runner.analyzers import register_analyzer as register_analyzer
     from interlens.runner.analyzers import register_worker_init as register_worker_init
     from interlens.runner.report import RunReport as RunReport
-    from interlens.runner.report import RunResult as RunResult
+    from interlens.runner.results import RunResult as RunResult
     from interlens.speakers import RandomSpeaker as RandomSpeaker
     from interlens.speakers import RoundRobin as RoundRobin
     from interlens.stop import CostBudget as CostBudget
@@ -78,6 +80,7 @@ _MODULES: dict[str, str] = {
     "interp.probes": "Probe",
     "interp.reading": "attention attribution logit_lens patch_grid",
     "interp.watching": "StopWhen",
+    "matched": "Matched matched_compute",
     "message": "Message",
     "models": "AutoModelParticipant ModelParticipant",
     "participants": "FunctionParticipant HumanParticipant Participant ScriptedParticipant",
@@ -85,7 +88,8 @@ _MODULES: dict[str, str] = {
     "recipe": "ExecutionMode",
     "rollouts": "run",
     "runner.analyzers": "register_analyzer register_worker_init",
-    "runner.report": "RunReport RunResult",
+    "runner.report": "RunReport",
+    "runner.results": "RunResult",
     "speakers": "RandomSpeaker RoundRobin",
     "stop": "CostBudget ElapsedTimeStopCondition StopCondition StopStringCondition TokenBudget"
     " TokenStopCondition TurnStopCondition",

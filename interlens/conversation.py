@@ -396,9 +396,8 @@ class Conversation(Dialogue):
         return f"Conversation({', '.join(self.names)}: {state}{extra})"
 
     def _repr_html_(self) -> str:
-        return html.tag(
-            "div", html.tag("p", html.tag("b", repr(self))), html.Html(self._transcript._repr_html_())
-        )
+        head = html.tag("p", html.tag("b", repr(self)))
+        return html.tag("div", head, html.Html(self._transcript._repr_html_()))
 
     def show(self) -> None:
         """Show the conversation so far: as HTML in a notebook, as text in a terminal."""
@@ -438,12 +437,13 @@ class Conversation(Dialogue):
         seed: int = 0,
         progress: bool | None = None,
         on_event: Observer | None = None,
+        stall_timeout: float | None = None,
     ) -> RunReport:
         """Many independent runs of this recipe from its present transcript; this object is not changed.
 
         Without data `n` jobs, with data one per row (`n` = rows taken), `samples` of each. Job i has the seed
         `seed + i`. With `out_dir` every result is kept as it comes, and the same call goes on where it ended;
-        `extend=True` allows more rows, samples, turns or analyzers. `batched=False` runs rows alone.
+        `extend=True` allows more rows, samples, turns or analyzers. Several `devices` are a process each.
         """
         settings = Settings(
             n=n,
@@ -457,6 +457,7 @@ class Conversation(Dialogue):
             seed=seed,
             progress=progress,
             on_event=on_event,
+            stall_timeout=stall_timeout,
         )
         return rollouts.rollout([self], settings)
 

@@ -14,8 +14,8 @@ from interlens.conversation import Conversation
 from interlens.interp.capture import Activations, Capture
 from interlens.models import AutoModelParticipant
 from interlens.notebook import plots
+from interlens.runner.ledger import index_records
 from interlens.runner.report import RunReport
-from interlens.runner.store import index_records
 
 SCENARIO = (
     "The town wants to replace its old library with a digital centre. Discuss it in short, friendly replies."

@@ -2,6 +2,7 @@
 
     InterlensError
     ├── ModelError          a model that cannot be found, read or placed
+    │   └── LoadError       its weights did not load
     ├── TemplateError       a chat template that cannot carry this conversation
     ├── ContextOverflow     a prompt that does not fit beside its reply
     ├── EngineError         the decode loop or a plan inside it failed
@@ -12,13 +13,14 @@
     └── WorkerError         a worker process failed
 
 A caller's own mistake is a `ValueError` or `TypeError`. `Cancelled` is not an error: it is thrown into a
-program that was stopped, and passes `except Exception`.
+program that was stopped, and passes `except Exception`. Neither is `Stopped`, a `KeyboardInterrupt`.
 """
 
 import difflib
 import importlib
 from collections.abc import Iterable
 from types import ModuleType
+from typing import Any
 
 
 class InterlensError(Exception):
@@ -27,6 +29,10 @@ class InterlensError(Exception):
 
 class ModelError(InterlensError):
     """A model could not be found, read or placed."""
+
+
+class LoadError(ModelError):
+    """The weights of a model did not load; the run ends, since nothing that needs it can go on."""
 
 
 class TemplateError(InterlensError):
@@ -59,6 +65,17 @@ class RecipeChanged(StoreError):
 
 class WorkerError(InterlensError):
     """A worker process failed."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A run was stopped by Ctrl-C after what was under way came to the end of its turns.
+
+    `report` holds what has ended.
+    """
+
+    def __init__(self, message: str, report: Any) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class Cancelled(BaseException):

@@ -8,10 +8,9 @@ view is built; weights load when something is generated, once per process and re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from interlens import rawtext, spoken
-from interlens.backends.huggingface import HuggingFaceBackend
+from interlens import backends, rawtext, spoken
 from interlens.chat import tools as calling
 from interlens.chat.template import Block, ChatTemplate, Thinking
 from interlens.chat.view import Entry, Reading, View, compose, trail_blocks
@@ -25,6 +24,9 @@ from interlens.participants import Participant, Reply, Turn, fitted
 from interlens.request import Backend, BackendSpec, Call, Completion, Generate, SamplingParams, digest_of
 from interlens.runner.scheduler import scheduler
 from interlens.seeds import Stream
+
+if TYPE_CHECKING:
+    from interlens.backends.huggingface import HuggingFaceBackend
 
 SAMPLING = (
     "temperature",
@@ -89,12 +91,13 @@ class ModelParticipant(Participant):
     # -- what answers
 
     @property
-    def resident(self) -> HuggingFaceBackend:
+    def resident(self) -> "HuggingFaceBackend":
         """The backend that holds the model; loads it if need be."""
-        found = scheduler().call(lambda: scheduler().pool.get(self.backend))
-        if not isinstance(found, HuggingFaceBackend):
+        found: Any = scheduler().call(lambda: scheduler().pool.get(self.backend))
+        if not isinstance(found, backends.local().HuggingFaceBackend):
             raise TypeError(f"{self.name} is answered by {found.name}, which holds no module")
-        return found
+        kept: HuggingFaceBackend = found
+        return kept
 
     @property
     def model(self) -> Any:
@@ -459,8 +462,9 @@ class _Same:
 
 
 @lru_cache(maxsize=8)
-def _wrapped(model: _Same, tokenizer: _Same) -> HuggingFaceBackend:
-    return HuggingFaceBackend(model.value, tokenizer.value)
+def _wrapped(model: _Same, tokenizer: _Same) -> "HuggingFaceBackend":
+    backend: HuggingFaceBackend = backends.local().HuggingFaceBackend(model.value, tokenizer.value)
+    return backend
 
 
 @lru_cache(maxsize=32)

@@ -4,6 +4,7 @@ from typing import Any
 
 from interlens.models import ModelParticipant
 from interlens.request import BackendSpec
+from interlens.runner.places import accelerators
 from interlens.runner.scheduler import scheduler
 
 
@@ -21,9 +22,4 @@ def unload(participant: Any = None) -> list[str]:
 
 def available_devices() -> list[str]:
     """Every accelerator of this machine; the CPU where there is none."""
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count:
-        return [f"cuda:{i}" for i in range(count)]
-    return ["mps"] if torch.backends.mps.is_available() else ["cpu"]
+    return accelerators() or ["cpu"]

@@ -16,7 +16,7 @@ from interlens.interp.capture import Capture
 from interlens.interp.edits import Edit
 from interlens.interp.watching import StopWhen
 from interlens.participants import HumanParticipant, Participant
-from interlens.runner.analyzers import Analyzer, named_analyzers
+from interlens.runner.analyzers import Analyzer, attached
 from interlens.speakers import RoundRobin
 
 Mode = Literal["throughput", "deterministic"]
@@ -180,7 +180,7 @@ class Recipe:
             "message_hooks": [templating.describe_callable(reviewer(h)) for h in self.message_hooks],
             "turns": self.turns,
             "run_until": None if self.run_until is None else stop.describe(self.run_until),
-            "analyzers": [[n, templating.describe_callable(a)] for n, a in named_analyzers(self.analyzers)],
+            "analyzers": [[a.name, templating.describe_callable(a.fn)] for a in attached(self.analyzers)],
             "seed": self.seed,
             "hooks": [h.describe() for h in self.hooks],
         }

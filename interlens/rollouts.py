@@ -2,6 +2,7 @@
 back.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -16,9 +17,11 @@ from interlens.message import tagged, untagged
 from interlens.models import ModelParticipant
 from interlens.recipe import Recipe
 from interlens.request import BackendSpec, digest_of
-from interlens.runner.analyzers import Analyzer, named_analyzers
-from interlens.runner.execute import Settings, execute, one_device
-from interlens.runner.jobs import Job, Record, own_copy
+from interlens.runner.analyzers import Attached, attached
+from interlens.runner.execute import Settings, execute
+from interlens.runner.jobs import Job, own_copy
+from interlens.runner.places import places_of
+from interlens.runner.records import Record
 from interlens.runner.report import RunReport
 from interlens.transcript import Transcript
 
@@ -33,15 +36,12 @@ class Lineup:
         conv: Dialogue,
         *,
         batched: bool = True,
-        device: str | None = None,
         budget: stop.TokenBudget | None = None,
     ) -> None:
         recipe = conv.recipe
         recipe.refuse_people()
         if budget is not None:
             recipe = recipe.changed(run_until=program.either(recipe.run_until, budget))
-        if device is not None:
-            recipe = recipe.changed(participants=tuple(_on(p, device) for p in recipe.participants))
         if recipe.turns is None and recipe.run_until is None:
             raise ValueError(
                 "a rollout needs .turns(n) or .run_until(condition): this recipe would never stop"
@@ -50,7 +50,7 @@ class Lineup:
             raise ValueError("this recipe has templates and no data: .data(rows) gives them")
         self.conv, self.recipe, self.batched = conv, recipe, batched and conv.batched
         self.name = recipe.name
-        self.analyzers: list[tuple[str, Analyzer]] = named_analyzers(recipe.analyzers)
+        self.analyzers: list[Attached] = attached(recipe.analyzers)
 
     def describe(self) -> dict[str, Any]:
         """The recipe, and the transcript it begins from."""
@@ -90,6 +90,24 @@ class Lineup:
             yield from _samples(job, samples)
         if i < 0:
             raise ValueError("the data gave no row: it is empty, or an iterator that has been used up")
+
+    # -- where it runs
+
+    def models(self) -> frozenset[BackendSpec]:
+        """The models that its participants name."""
+        specs = (getattr(p, "backend", None) for p in self.recipe.participants)
+        return frozenset(spec for spec in specs if isinstance(spec, BackendSpec))
+
+    def placed(self, device: str | None) -> "Lineup":
+        """The same on a device, without its data: enough to run jobs that have been expanded."""
+        people = self.recipe.participants
+        if device is not None:
+            people = tuple(_on(p, device) for p in people)
+        out = copy.copy(self)
+        out.recipe = self.recipe.changed(participants=people, data=None)
+        out.conv = self.conv.branch()
+        out.conv.recipe = out.recipe
+        return out
 
     # -- one job
 
@@ -136,7 +154,13 @@ class Lineup:
 
     def restore(self, record: Record) -> Dialogue:
         """The conversation as it ended."""
-        job = Job(id=record["id"], seed=record["seed"], number=0, row=record["row"], sample=record["sample"])
+        job = Job(
+            id=record["id"],
+            seed=record["seed"],
+            number=record["number"],
+            row=record["row"],
+            sample=record["sample"],
+        )
         conv = self.begin(job)
         conv.resume_at(Transcript.from_list(record["transcript"]), untagged(record))
         self.settle(conv, record.get("analyses") or {})
@@ -173,11 +197,10 @@ def _on(participant: Any, device: str) -> Any:
 
 def rollout(conversations: Sequence[Dialogue], settings: Settings) -> RunReport:
     """Run one recipe or several."""
-    one = one_device(settings.devices)
-    device = None if one == "default" else one
     budget = stop.ambient_budget()
-    lineups = [Lineup(c, batched=settings.batched, device=device, budget=budget) for c in conversations]
-    return execute(lineups, settings, program.limit_reached)
+    lineups = [Lineup(c, batched=settings.batched, budget=budget) for c in conversations]
+    places = places_of(settings.devices, models=any(lineup.models() for lineup in lineups))
+    return execute(lineups, settings, program.limit_reached, places)
 
 
 def run(recipes: Sequence[Dialogue], **options: Any) -> RunReport:
@@ -198,6 +221,11 @@ def run(recipes: Sequence[Dialogue], **options: Any) -> RunReport:
     doubled = sorted({str(n) for n in names if names.count(n) > 1})
     if doubled:
         raise ValueError(f"two lineups are called {doubled[0]!r}; ids would collide, so names must differ")
+    for outer in names:
+        if inside := [str(n) for n in names if str(n).startswith(f"{outer}/")]:
+            raise ValueError(
+                f"the lineup {inside[0]!r} is named like a job of the lineup {outer!r}; ids would collide"
+            )
     return rollout(recipes, Settings(namespaced=True, **options))
 
 

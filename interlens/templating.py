@@ -102,7 +102,7 @@ def describe(template: Template) -> Any:
 
 
 def describe_callable(fn: Callable[..., Any]) -> Any:
-    """A function's name, what it does (its source or bytecode), and the values it carries that cannot change:
+    """A function's name, what it does (its bytecode), and the values it carries that cannot change:
     defaults, closure, fields of its object. The same in every process; a `version` stands for all of it.
     """
     return _described(fn, ())
@@ -125,25 +125,32 @@ def _described(fn: Any, outer: tuple[Any, ...]) -> Any:
         return _described(fn.__wrapped__, outer)
     simple = inspect.isroutine(fn) or inspect.isclass(fn)
     target = fn if simple else type(fn).__call__
-    out = {"function": name, "source": hashlib.sha256(_body(target, name).encode()).hexdigest()[:16]}
+    out = {"function": name, "code": hashlib.sha256(_body(target, name).encode()).hexdigest()[:16]}
     owner = getattr(fn, "__self__", None) if simple else fn
     values = _plain(_fields(owner) | _carried(getattr(target, "__func__", target)), outer)
     return out | {"values": values} if values else out
 
 
 def _body(target: Any, name: str) -> str:
-    """What a function does; of a lambda the bytecode too, since several can stand in one line of source."""
+    """What a function does, by its bytecode: a worker that was sent the function has no source of it."""
+    if inspect.isclass(target):
+        methods = sorted((n, f) for n, f in vars(target).items() if inspect.isfunction(f))
+        return repr([(n, _body(f, n)) for n, f in methods])
     code = getattr(target, "__code__", None)
-    bytecode = repr((code.co_code, code.co_names, _constants(code))) if code else name
-    try:
-        source = inspect.getsource(code or target).strip()
-    except (OSError, TypeError):
-        return bytecode
-    return source + bytecode if code and code.co_name == "<lambda>" else source
+    return repr(_instructions(code)) if code else name
 
 
-def _constants(code: Any) -> list[Any]:
-    return [[c.co_code, c.co_names, _constants(c)] if inspect.iscode(c) else c for c in code.co_consts]
+def _instructions(code: Any) -> list[Any]:
+    return [code.co_code, code.co_names, [_constant(c) for c in code.co_consts]]
+
+
+def _constant(value: Any) -> Any:
+    if inspect.iscode(value):
+        return _instructions(value)
+    if isinstance(value, tuple):
+        return [_constant(v) for v in value]
+    # a set of texts has another order in every process
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else value
 
 
 def _carried(function: Any) -> dict[str, Any]:

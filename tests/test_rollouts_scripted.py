@@ -27,7 +27,7 @@ from interlens import (
 )
 from interlens.backends.scripted import VirtualClock
 from interlens.chat.view import View
-from interlens.runner.store import index_logs, read_log
+from interlens.runner.turnlog import index_logs, read_log
 from tests.runner.talk import about, essence, jitter, logged, rows, sent, talk, words
 
 
@@ -351,8 +351,11 @@ def test_a_job_is_on_disk_when_its_event_comes(tmp_path: Path) -> None:
         ({"max_batch_size": 0}, "max_batch_size"),
         ({"samples": 0}, "samples"),
         ({"seed": 1.5}, "seed"),
-        ({"devices": ["cpu", "cpu"]}, "pool of processes"),
-        ({"devices": "ray"}, "pool of processes"),
+        ({"devices": []}, "a list of devices"),
+        ({"devices": ["cpu", 1]}, "a list of devices"),
+        ({"devices": ["cpu", "ray"]}, "a list of devices"),
+        ({"devices": 2}, "a list of devices"),
+        ({"stall_timeout": 0}, "stall_timeout"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], named: str) -> None:
@@ -361,7 +364,7 @@ def test_wrong_arguments_are_named(options: dict[str, Any], named: str) -> None:
 
 
 def test_two_jobs_of_one_id_are_refused() -> None:
-    with pytest.raises(ValueError, match="two jobs are called 'x/row_00000'"):
+    with pytest.raises(ValueError, match="'x/row_00000' is named like a job of the lineup 'x'"):
         interlens.run([about(talk(1), 1).name("x"), talk(1).name("x/row_00000")], progress=False)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from interlens.engine import load, quick
+from interlens.engine.compiled import kernel
 from interlens.engine.rows import RowRequest
 from interlens.engine.selftest import examine
 from interlens.engine.slow import engine_for
@@ -255,6 +256,12 @@ def _end_ids(model: Any, tokenizer: Any) -> set[int]:
     ids = set(named) if isinstance(named, list | tuple) else {named}
     ids.add(getattr(tokenizer, "eos_token_id", None))
     return {int(i) for i in ids if i is not None}
+
+
+def attention_build() -> str:
+    """Which attention the engine has here: the build of the kernel, or torch."""
+    built = kernel()
+    return built.build if built is not None else "torch"
 
 
 def residents() -> dict[str, dict[str, Any]]:

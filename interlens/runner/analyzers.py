@@ -1,13 +1,18 @@
 """Analyzers: functions of a finished conversation, attached by value or by a registered name."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from interlens.errors import nearest
+from interlens.request import digest_of
+from interlens.templating import describe_callable
 
 Analyzer = Callable[[Any], Any]
 _NAMED: dict[str, Analyzer] = {}
 _INITS: list[Callable[[], None]] = []
+_DONE: list[Callable[[], None]] = []
+"""What of it has run here."""
 
 
 def register_analyzer(name: str, fn: Analyzer) -> None:
@@ -18,16 +23,23 @@ def register_analyzer(name: str, fn: Analyzer) -> None:
 
 
 def register_worker_init(fn: Callable[[], None]) -> None:
-    """Run a function without arguments once per worker, before its first job."""
+    """Run a function without arguments once per process that runs jobs, before its first job there."""
     if not callable(fn):
         raise TypeError(f"a worker init is a function without arguments, got {fn!r}")
     _INITS.append(fn)
 
 
+def worker_inits() -> list[Callable[[], None]]:
+    """What was registered, for a worker to run."""
+    return list(_INITS)
+
+
 def run_worker_inits() -> None:
     """Run what was registered and has not run in this process yet."""
-    while _INITS:
-        _INITS.pop(0)()
+    while len(_DONE) < len(_INITS):
+        fn = _INITS[len(_DONE)]
+        fn()
+        _DONE.append(fn)
 
 
 def resolve_analyzer(which: Analyzer | str) -> Analyzer:
@@ -42,6 +54,17 @@ def resolve_analyzer(which: Analyzer | str) -> Analyzer:
     return _NAMED[which]
 
 
-def named_analyzers(pairs: Iterable[tuple[str, Analyzer | str]]) -> list[tuple[str, Analyzer]]:
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """An analyzer of a recipe, its name resolved."""
+
+    name: str
+    fn: Analyzer
+    version: str
+    """Names what it does; another version is run again."""
+
+
+def attached(pairs: Iterable[tuple[str, Analyzer | str]]) -> list[Attached]:
     """Analyzers with their names resolved to functions."""
-    return [(name, resolve_analyzer(fn)) for name, fn in pairs]
+    found = [(name, resolve_analyzer(fn)) for name, fn in pairs]
+    return [Attached(name, fn, digest_of(describe_callable(fn))) for name, fn in found]

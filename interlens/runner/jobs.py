@@ -6,18 +6,17 @@ program, and turns it into a record and back.
 
 import copy
 import logging
-import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
-from interlens.errors import Cancelled
-from interlens.message import tagged
-from interlens.request import Call, digest_of
-from interlens.runner.analyzers import Analyzer
+from interlens.errors import Cancelled, LoadError
+from interlens.request import BackendSpec, Call, digest_of
+from interlens.runner.analyzers import Attached
+from interlens.runner.records import Record, error_record, storable
 
 log = logging.getLogger("interlens.runner")
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +34,28 @@ class Job:
 
     def row_digest(self) -> str:
         """Names the row, so that a resumed run sees that the data has changed."""
-        return digest_of(storable(self.row))
+        return digest_of(storable(self.row)) if self.row else _no_row()
+
+
+@lru_cache(maxsize=1)
+def _no_row() -> str:
+    return digest_of({})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """A job with what is known of its earlier attempts: enough to run it anywhere."""
+
+    job: Job
+    number: int = 1
+    earlier: tuple[str, ...] = ()
+    """What ended the attempts before, in a line each."""
+    quarantined: bool = False
+    """Whether it ended the process it ran in, twice, and is run alone."""
+    known: Record | None = None
+    """The record of a job that has ended and lacks an analysis."""
+    broken: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Analyzers that ended the process they ran in, with the error to record: they are not run again."""
 
 
 class Runnable(Protocol):
@@ -43,12 +63,14 @@ class Runnable(Protocol):
 
     kind: str
     name: str | None
-    analyzers: list[tuple[str, Analyzer]]
+    analyzers: list[Attached]
 
     def describe(self) -> dict[str, Any]: ...
     def to_dict(self) -> dict[str, Any]: ...
     def expand(self, n: int | None, samples: int, seed: int, prefix: str) -> Iterator[Job]: ...
     def count(self, n: int | None, samples: int) -> int | None: ...
+    def models(self) -> frozenset[BackendSpec]: ...
+    def placed(self, device: str | None) -> "Runnable": ...
     def begin(self, job: Job) -> Any: ...
     def program(self, live: Any) -> Generator[Any, Any, tuple[str, str]]: ...
     def record(self, live: Any) -> Record: ...
@@ -60,32 +82,24 @@ class Runnable(Protocol):
 E = TypeVar("E")
 Keep = Callable[[Record, Any, Any], Generator[Any, Any, E]]
 """Takes the record, the live object and its activations; the job counts as done when it has returned."""
+LimitOf = Callable[[BaseException], str | None]
 
 
 def job_program(
-    runnable: Runnable,
-    job: Job,
-    attempt: int,
-    keep: Keep[E],
-    limit_of: Callable[[BaseException], str | None],
+    runnable: Runnable, attempt: Attempt, keep: Keep[E], limit_of: LimitOf
 ) -> Generator[Any, Any, E]:
-    """Begin a job, run it, analyse it, and hand over its record; a failure is a record, not an exception."""
-    record: Record = {
-        "v": 1,
-        "id": job.id,
-        "seed": job.seed,
-        "sample": job.sample,
-        "lineup": job.lineup,
-        "row": storable(job.row),
-        "row_digest": job.row_digest(),
-        "attempt": attempt,
-        "error": None,
-    }
+    """Begin a job, run it, analyse it, and hand over its record; a failure is a record, not an exception.
+
+    Only a model that cannot be loaded is raised: it is nothing about the job.
+    """
+    if attempt.known is not None:
+        return (yield from _analysed_again(runnable, attempt, attempt.known, keep))
+    record = begun(attempt)
     live = None
     try:
-        live = runnable.begin(job)
+        live = runnable.begin(attempt.job)
         outcome, reason = yield from runnable.program(live)
-    except (Cancelled, GeneratorExit, KeyboardInterrupt):
+    except (Cancelled, GeneratorExit, KeyboardInterrupt, LoadError):
         raise
     except BaseException as error:
         limit = limit_of(error)
@@ -94,7 +108,7 @@ def job_program(
         record["message"] = str(error)
     record |= {"outcome": outcome, "reason": reason}
     if outcome != "failed" and live is not None:
-        record["analyses"] = yield from _analyse(runnable, live)
+        record["analyses"] = yield from _analyse(runnable.analyzers, live, attempt.broken)
         runnable.settle(live, record["analyses"])
     try:
         said = runnable.record(live) if live is not None else {"transcript": [], "tokens": 0}
@@ -105,44 +119,59 @@ def job_program(
     return (yield from keep(record | said, live, activations))
 
 
-def _analyse(runnable: Runnable, live: Any) -> Generator[Any, Any, dict[str, Any]]:
-    out: dict[str, Any] = {}
-    for name, fn in runnable.analyzers:
-        try:
-            value = yield Call(fn=fn, args=(live,), path=f"analysis/{name or 'analysis'}", replay="again")
-            out[name] = {"value": value, "error": None}
-        except (Cancelled, GeneratorExit, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # an analyzer's failure is counted apart and harms nothing
-            out[name] = {"value": None, "error": error_record(error)}
-    return out
-
-
-def plain_analysis(found: Mapping[str, Any]) -> dict[str, Any]:
-    """An analysis as JSON; one that has no JSON becomes an analyzer's failure."""
-    try:
-        return {"value": tagged(found["value"]), "error": found["error"]}
-    except (TypeError, RecursionError) as error:
-        return {"value": None, "error": error_record(error)}
-
-
-def error_record(error: BaseException) -> dict[str, str]:
-    """An error as text: what crosses a process or a file."""
+def begun(attempt: Attempt) -> Record:
+    """The record of a job that has begun."""
+    job = attempt.job
     return {
-        "type": f"{type(error).__module__}.{type(error).__qualname__}",
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "v": 2,
+        "id": job.id,
+        "number": job.number,
+        "seed": job.seed,
+        "sample": job.sample,
+        "lineup": job.lineup,
+        "row": storable(job.row),
+        "row_digest": job.row_digest(),
+        "attempt": attempt.number,
+        "earlier": list(attempt.earlier),
+        "error": None,
     }
 
 
-def storable(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as JSON; a column that is not JSON is replaced by the name of its type."""
-    out = {}
-    for name, value in row.items():
-        try:
-            out[str(name)] = tagged(value)
-        except TypeError:
-            out[str(name)] = {"$unstored": type(value).__name__}
+def given_up(attempt: Attempt, reason: str, error: Mapping[str, str], **more: Any) -> Record:
+    """The record of a job that never came to tell how it ended."""
+    nothing = {"transcript": [], "tokens": 0, "outcome": "failed", "reason": reason}
+    return begun(attempt) | nothing | {"error": dict(error), "message": error["message"]} | more
+
+
+def _analysed_again(
+    runnable: Runnable, attempt: Attempt, known: Record, keep: Keep[E]
+) -> Generator[Any, Any, E]:
+    """Run the analyzers that an ended job lacks; nothing of the job itself is run."""
+    live = runnable.restore(known)
+    have = known.get("analyses") or {}
+    lacking = [a for a in runnable.analyzers if have.get(a.name, {}).get("version") != a.version]
+    new = yield from _analyse(lacking, live, attempt.broken)
+    analyses = {a.name: new.get(a.name, have.get(a.name)) for a in runnable.analyzers}
+    runnable.settle(live, analyses)
+    return (yield from keep(known | {"analyses": analyses}, live, None))
+
+
+def _analyse(
+    analyzers: Sequence[Attached], live: Any, broken: Mapping[str, Mapping[str, str]]
+) -> Generator[Any, Any, dict[str, Any]]:
+    out: dict[str, Any] = {}
+    for a in analyzers:
+        value, failed = None, broken.get(a.name)
+        if failed is None:
+            own = own_copy(a.fn, "an analyzer")
+            path = f"analysis/{a.name or 'analysis'}"
+            try:
+                value = yield Call(fn=own, args=(live,), path=path, replay="again")
+            except (Cancelled, GeneratorExit, KeyboardInterrupt, LoadError):
+                raise
+            except BaseException as error:  # an analyzer's failure is counted apart and harms nothing
+                failed = error_record(error)
+        out[a.name] = {"value": value, "error": failed, "version": a.version}
     return out
 
 

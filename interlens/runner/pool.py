@@ -5,7 +5,8 @@ request.
 from collections.abc import Callable
 from typing import Any
 
-from interlens.backends.huggingface import HuggingFaceBackend
+from interlens import backends
+from interlens.errors import LoadError
 from interlens.request import Backend, BackendSpec
 
 
@@ -16,6 +17,8 @@ class BackendPool:
         self.in_flight = in_flight
         """How many requests a backend is answering."""
         self._resident: dict[BackendSpec, Backend] = {}
+        self.loading: str | None = None
+        """The model whose weights are being loaded now."""
 
     def get(self, which: BackendSpec | Backend) -> Backend:
         """The backend that answers; a spec is loaded at first use."""
@@ -32,7 +35,20 @@ class BackendPool:
     def _load(self, spec: BackendSpec) -> Backend:
         if spec.kind != "huggingface":
             raise ValueError(f'there is no backend "{spec.kind}"; local models are answered by "huggingface"')
-        return HuggingFaceBackend.from_spec(spec)
+        self.loading = spec.model
+        try:
+            backend: Backend = backends.local().HuggingFaceBackend.from_spec(spec)
+            return backend
+        except LoadError:
+            raise
+        except Exception as error:
+            raise LoadError(f"{spec.model} did not load: {error}") from error
+        finally:
+            self.loading = None
+
+    def resident(self) -> list[BackendSpec]:
+        """The specs of the backends that are resident."""
+        return list(self._resident)
 
     def unload(self, which: BackendSpec | None = None) -> list[str]:
         """Free one backend, or all; return the names of those freed."""

@@ -13,20 +13,25 @@ Observer = Callable[[dict[str, Any]], None]
 
 @dataclass
 class Tally:
-    """Counts of a run, from the records."""
+    """Counts of a run, from the records; tokens of this session, by the device that generated them."""
 
     total: int | None
     done: int = 0
     limit: int = 0
     failed: int = 0
     skipped: int = 0
-    tokens: int = 0
+    tokens: dict[str, int] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
+    note: str = ""
+    """What else is to be told: that it is stopping, that a worker died."""
 
-    def count(self, outcome: str, tokens: int) -> None:
+    def count(self, outcome: str) -> None:
         """Add one finished job."""
         setattr(self, outcome, getattr(self, outcome) + 1)
-        self.tokens += tokens
+
+    def spend(self, device: str, tokens: int) -> None:
+        """Add tokens that were generated."""
+        self.tokens[device] = self.tokens.get(device, 0) + tokens
 
     @property
     def finished(self) -> int:
@@ -34,15 +39,26 @@ class Tally:
         return self.done + self.limit + self.failed
 
     def line(self) -> str:
-        """Done, failed, left, speed, time to go."""
+        """Done, failed, left, speed (of every device, where there are several), time to go."""
         seconds = max(1e-6, time.monotonic() - self.began)
         parts = [f"{self.finished + self.skipped}/{'?' if self.total is None else self.total} jobs"]
         parts += [f"{n} {name}" for name in ("limit", "failed", "skipped") if (n := getattr(self, name))]
-        parts.append(f"{self.tokens / seconds:.0f} tokens/s")
+        speed = f"{sum(self.tokens.values()) / seconds:.0f} tokens/s"
+        each = sorted(self.tokens.items())
+        if 1 < len(each) <= 8:
+            speed += f" ({', '.join(f'{device} {n / seconds:.0f}' for device, n in each)})"
+        parts.append(speed)
         if self.total is not None and self.finished > 0:
             left = self.total - self.finished - self.skipped
-            parts.append(f"{left * seconds / self.finished:.0f} s left" if left else f"{seconds:.0f} s")
-        return ", ".join(parts)
+            parts.append(f"{_span(left * seconds / self.finished)} left" if left else _span(seconds))
+        return ", ".join(part for part in (*parts, self.note) if part)
+
+
+def _span(seconds: float) -> str:
+    """Seconds in the unit that is read easiest."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 class Line:

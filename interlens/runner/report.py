@@ -1,6 +1,8 @@
 """What a run gives back: results by job id, read lazily, with failures and analyses counted apart."""
 
 import importlib
+import itertools
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -8,146 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 from interlens import html
 from interlens.errors import nearest
-from interlens.interp.capture import Activations
 from interlens.message import sound
-from interlens.runner import store as folder_store
-from interlens.runner.store import Place
+from interlens.runner import export
+from interlens.runner.ledger import index_records
+from interlens.runner.results import (
+    LiveResults,
+    RunResult,
+    StoredResults,
+    analysis_error_of,
+    analysis_of,
+)
+from interlens.runner.store import read_journal, read_manifest
 from interlens.transcript import Transcript
 
 if TYPE_CHECKING:
+    import datasets
     import pandas
     import torch
 
 _KINDS = {"conversation": "interlens.conversation"}
 """The module that rebuilds what a report holds, by kind; looked up by name, since it lies above this one."""
-Restore = Callable[[dict[str, Any]], Any]
-
-
-class RunResult:
-    """One job: how it ended, what was said, what was measured."""
-
-    def __init__(
-        self,
-        id: str,
-        *,
-        restore: Restore,
-        record: dict[str, Any] | None = None,
-        live: Any = None,
-        place: Place | None = None,
-        folder: Path | None = None,
-    ) -> None:
-        self.id = id
-        self._restore, self._record, self._live = restore, record, live
-        self._place, self._folder = place, folder
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The stored record; read from the run folder each time, so that a large report costs no memory."""
-        if self._record is not None:
-            return self._record
-        assert self._place is not None
-        return folder_store.read_record(self._place)
-
-    @property
-    def conversation(self) -> Any:
-        """The conversation as it ended: sample from it, branch it, look at its views."""
-        if self._live is None:
-            live = self._restore(self.record)
-            if self._folder is None:
-                self._live = live
-            return live
-        return self._live
-
-    @property
-    def transcript(self) -> Transcript:
-        """What was said."""
-        return (
-            self._live.transcript
-            if self._live is not None
-            else Transcript.from_list(self.record["transcript"])
-        )
-
-    @property
-    def outcome(self) -> str:
-        """`done`, `limit` or `failed`."""
-        return str(self._place.outcome if self._place is not None else self.record["outcome"])
-
-    @property
-    def reason(self) -> str:
-        """What ended it: `turns`, a stop condition's name, the limit's name, the error's type."""
-        return str(self.record["reason"])
-
-    @property
-    def error(self) -> str | None:
-        """What went wrong with the conversation, with its traceback; an analyzer's failure is not here."""
-        found = self.record.get("error")
-        return f"{found['type']}: {found['message']}\n\n{found['traceback']}" if found else None
-
-    @property
-    def analysis(self) -> Any:
-        """What the analyzer returned; a dict by name where several were attached."""
-        return _analysis(self.record)
-
-    @property
-    def analysis_error(self) -> Any:
-        """What an analyzer raised; a dict by name where several were attached, `None` where none failed."""
-        return _analysis_error(self.record)
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """The row of data; empty without data."""
-        return dict(self.record["row"])
-
-    @property
-    def seed(self) -> int:
-        """The job's seed."""
-        return int(self.record["seed"])
-
-    @property
-    def device(self) -> str | None:
-        """Where it ran."""
-        return self.record.get("device")
-
-    @property
-    def tokens_generated(self) -> int:
-        """Tokens that models generated, denied turns included."""
-        return int(self.record["tokens"])
-
-    @property
-    def attempts(self) -> int:
-        """How often the job was begun until it ended so."""
-        return int(self._place.attempts if self._place is not None else self.record["attempt"])
-
-    @property
-    def analyses_failed(self) -> int:
-        """How many of its analyzers failed."""
-        if self._place is not None:
-            return self._place.analyses_failed
-        return sum(a["error"] is not None for a in (self.record.get("analyses") or {}).values())
-
-    @property
-    def activations(self) -> Activations:
-        """What the conversation's turns captured."""
-        if self._live is not None:
-            found = [m.activations for m in self._live.transcript if m.activations is not None]
-            return Activations([a for acts in found for a in acts])
-        path = folder_store.activation_file(self._folder, self.id) if self._folder is not None else None
-        return Activations.load(path) if path is not None and path.exists() else Activations()
-
-    @property
-    def activation_index(self) -> Activations:
-        """The addresses of what was captured; from a run folder without reading a tensor."""
-        path = folder_store.activation_file(self._folder, self.id) if self._folder is not None else None
-        if self._live is None and path is not None and path.exists():
-            return Activations.index(path)
-        return self.activations
-
-    def __repr__(self) -> str:
-        n = len(self.record["transcript"])
-        return f"RunResult({self.id}: {self.outcome}, {n} messages, {self.tokens_generated} tokens)"
-
-    def _repr_html_(self) -> str:
-        return html.tag("div", html.tag("b", repr(self)), html.Html(self.transcript._repr_html_()))
 
 
 class Rows:
@@ -206,7 +88,10 @@ class RunReport:
         out_dir: str | Path | None = None,
         expected: int | None = None,
     ) -> None:
-        self.results = dict(results)
+        self.results: LiveResults | StoredResults = (
+            results if isinstance(results, StoredResults) else LiveResults(results)
+        )
+        """Results by id, in job order; those of a run folder are read when they are asked for."""
         self.skipped = list(skipped or ())
         """Ids that were read back and not run."""
         self.out_dir = Path(out_dir) if out_dir is not None else None
@@ -217,22 +102,34 @@ class RunReport:
         """The whole report from disk alone; a recipe with functions of yours is rebuilt only with
         `trust=True`.
         """
-        manifest = folder_store.read_manifest(out_dir)
-        folder = Path(out_dir)
+        manifest = read_manifest(out_dir)
         rebuild = importlib.import_module(_KINDS[manifest["recipe"]["lineups"][0]["kind"]]).restorer(
             manifest["stored"], trust
         )
-        index = folder_store.index_records(folder)
-        results = {
-            job: RunResult(job, restore=rebuild, place=index[job], folder=folder)
-            for job in sorted(index, key=_natural)
-        }
-        return cls(results, out_dir=folder, expected=manifest.get("total"))
+        known = index_records(out_dir)
+        restorers = [rebuild] * len(manifest["stored"])
+        results = StoredResults(known, array("Q", known.rows()), Path(out_dir), restorers)
+        return cls(results, out_dir=out_dir, expected=manifest.get("total"))
 
     @property
     def failed(self) -> list[str]:
         """Ids of the conversations that failed."""
-        return [job for job, r in self.results.items() if r.outcome == "failed"]
+        pairs = zip(self.results, self.results.kinds(), strict=True)
+        return [job for job, kind in pairs if kind.outcome == "failed"]
+
+    @property
+    def tokens_generated(self) -> int:
+        """Tokens that the models of all jobs generated, in all sessions: what was logged is never asked
+        again.
+        """
+        return self.results.tokens()
+
+    @property
+    def seconds(self) -> float | None:
+        """Wall time of all sessions together, as far as the run folder knows; `None` without one."""
+        return (
+            None if self.out_dir is None else export.seconds(self.out_dir, list(read_journal(self.out_dir)))
+        )
 
     @property
     def complete(self) -> bool:
@@ -241,7 +138,7 @@ class RunReport:
 
     def __getitem__(self, job: str) -> RunResult:
         if job not in self.results:
-            raise KeyError(f"there is no job {job!r}: {nearest(job, list(self.results)[:20])}")
+            raise KeyError(f"there is no job {job!r}: {nearest(job, itertools.islice(self.results, 20))}")
         return self.results[job]
 
     def __len__(self) -> int:
@@ -307,33 +204,48 @@ class RunReport:
                 "seed": record["seed"],
                 "attempts": r.attempts,
                 "error": record["error"]["message"] if record.get("error") else None,
-                "analysis_error": _analysis_error(record),
+                "analysis_error": analysis_error_of(record),
             }
             line |= {
                 f"row.{k}": v for k, v in record["row"].items() if isinstance(v, str | int | float | bool)
             }
-            line |= _plain_analysis(_analysis(record))
+            line |= _plain_analysis(analysis_of(record))
             rows.append({k: sound(v) if isinstance(v, str) else v for k, v in line.items()})
         extra = dict.fromkeys(k for line in rows for k in line if k not in fixed)
         return pandas.DataFrame(rows, columns=[*fixed, *extra])
 
+    def to_parquet(self, path: str | Path) -> Path:
+        """Write one row per job, a batch at a time; the file's metadata say whether the run is complete."""
+        return export.to_parquet(self.results.values(), Path(path), self._state())
+
+    def to_dataset(self) -> "datasets.Dataset":
+        """One row per job: words, row of data, outcome, counts, analysis (rows and analyses as JSON)."""
+        return export.to_dataset(self.results.values(), self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {"complete": self.complete, "jobs": len(self), "expected": self.expected, **self.counts()}
+
     def counts(self) -> dict[str, int]:
         """How many ended how, and how many have an analysis that failed."""
-        outcomes = [r.outcome for r in self.results.values()]
-        out = {name: outcomes.count(name) for name in ("done", "limit", "failed")}
-        return out | {"analysis_failed": sum(r.analyses_failed > 0 for r in self.results.values())}
+        out = dict.fromkeys(("done", "limit", "failed", "analysis_failed"), 0)
+        for kind in self.results.kinds():
+            out[kind.outcome] += 1
+            out["analysis_failed"] += kind.analyses_failed > 0
+        return out
 
     def __repr__(self) -> str:
         parts = [f"{n} {name}" for name, n in self.counts().items() if n or name == "done"]
-        if retried := sum(r.attempts > 1 for r in self.results.values()):
+        if retried := sum(kind.attempts > 1 for kind in self.results.kinds()):
             parts.append(f"{retried} after more than one attempt")
+        if lost := sum(kind.quarantined for kind in self.results.kinds()):
+            parts.append(f"{lost} quarantined")
         if not self.complete:
             left = "an unknown number" if self.expected is None else self.expected - len(self)
             parts.append(f"incomplete, {left} missing")
         return f"RunReport({len(self)} jobs: {', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        shown = list(self.results.values())[:20]
+        shown = list(itertools.islice(self.results.values(), 20))
         rows = (
             [
                 r.id,
@@ -366,18 +278,6 @@ class RunReport:
         return target
 
 
-def _analysis(record: dict[str, Any]) -> Any:
-    found = record.get("analyses") or {}
-    values = {name: a["value"] for name, a in found.items()}
-    return values.get("") if set(values) <= {""} else values
-
-
-def _analysis_error(record: dict[str, Any]) -> Any:
-    found = record.get("analyses") or {}
-    errors = {n: f"{a['error']['type']}: {a['error']['message']}" for n, a in found.items() if a["error"]}
-    return (errors.get("") if set(found) <= {""} else errors) or None
-
-
 def _summary(result: RunResult) -> str:
     transcript = result.transcript
     last = transcript[-1].content if len(transcript) else ""
@@ -400,7 +300,3 @@ def _plain_analysis(analysis: Any) -> dict[str, Any]:
     if isinstance(analysis, Mapping):
         return {f"analysis.{k}": v for k, v in analysis.items() if isinstance(v, str | int | float | bool)}
     return {}
-
-
-def _natural(job: str) -> list[Any]:
-    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in job.replace("/", "_").split("_")]

@@ -48,6 +48,8 @@ class Scheduler:
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._stop = False
+        self.moves = 0
+        """Counts the rounds of the loop in which something moved: a supervisor sees by it that it lives."""
         self._start_lock = threading.Lock()
 
     # -- from other threads
@@ -83,9 +85,11 @@ class Scheduler:
                 return box.get(timeout=0.2)()
 
     def start(
-        self, tasks: Iterable[Task], *, limit: int = LIVE, inline: bool = False, stream: bool = False
+        self, tasks: Iterable[Task | None], *, limit: int = LIVE, inline: bool = False, stream: bool = False
     ) -> Run:
-        """Post programs; they are pulled lazily, at most `limit` alive."""
+        """Post programs; they are pulled lazily, at most `limit` alive. A source that gives `None` has none
+        yet: whoever feeds it posts something when it has.
+        """
         if self.is_here:
             raise RuntimeError(
                 "a verb was called inside the scheduler's own thread; call it in a hook, a tool or an "
@@ -96,6 +100,20 @@ class Scheduler:
         run = Run(iter(tasks), limit, inline=inline, stream=stream, stop=self._end_run)
         self.post(partial(self._admit, run))
         return run
+
+    def drain(self, run: Run, grace: float) -> None:
+        """Pull no more programs of a run, and end each at the end of what it has asked for; after `grace`
+        seconds end them at once. Returns at once; may be called in a signal handler.
+        """
+
+        def work() -> None:
+            run.draining = True
+            timer = threading.Timer(grace, lambda: self.post(partial(self.cancel, run)))
+            timer.daemon = True
+            timer.start()
+            self._maybe_end(run)
+
+        self._inbox.put(work)  # not post(): the interrupted code may hold its lock
 
     def _end_run(self, run: Run) -> None:
         """Cancel a run and wait until it is gone; the scheduler's own thread cannot wait for itself."""
@@ -136,6 +154,7 @@ class Scheduler:
             moved = self._drain()
             moved = self._pull() or moved
             moved = self._step() or moved
+            self.moves += moved
             if moved or (self._nobody_else_comes() and self._flush()):
                 continue
             hosted = any(not getattr(b, "local", False) for b, _ in self._busy.values())
@@ -166,9 +185,11 @@ class Scheduler:
     def _pull(self) -> bool:
         moved = False
         for run in list(self._runs):
-            while not run.exhausted and not run.cancelled and len(run.live) < run.limit:
+            while not run.exhausted and not run.ending and len(run.live) < run.limit:
                 try:
                     task = next(run.source)
+                    if task is None:
+                        break
                 except StopIteration:
                     run.exhausted = True
                 except BaseException as error:  # the caller's rows or templates: the run ends, told why
@@ -240,6 +261,10 @@ class Scheduler:
                 return
             except BaseException as failure:
                 self._end(task, Event("failed", task.id, None, failure))
+                return
+            assert task.run is not None
+            if task.run.draining:
+                self._drop(task)
                 return
             task.single = not isinstance(asked, list | tuple)
             requests: list[Request] = [asked] if task.single else list(asked)
@@ -352,7 +377,7 @@ class Scheduler:
         self._maybe_end(run)
 
     def _maybe_end(self, run: Run) -> None:
-        if run in self._runs and not run.live and (run.exhausted or run.cancelled):
+        if run in self._runs and not run.live and (run.exhausted or run.ending):
             self._runs.remove(run)
             run.tell(Event("end"))
 
@@ -370,20 +395,26 @@ class Scheduler:
 
     def _abandon(self, run: Run) -> None:
         run.cancelled = True
-        tasks, run.live = run.live, set()
-        for task in tasks:
-            task.over = True
-            for backend, ticket in task.pending.values():
-                with contextlib.suppress(Exception):
-                    backend.cancel(ticket)
-            with contextlib.suppress(BaseException):  # a cancelled program may end as it likes
-                task.program.throw(Cancelled())
-            with contextlib.suppress(BaseException):
-                task.program.close()
+        for task in list(run.live):
+            self._drop(task)
         self._calls = {nest for nest in self._calls if not nest.task.over}
         for other in list(self._runs):
             if other.nest is not None and other.nest.task.over:
                 self._break(other, Cancelled())
+
+    def _drop(self, task: Task) -> None:
+        """End a program where it is."""
+        assert task.run is not None
+        task.over = True
+        task.run.live.discard(task)
+        for backend, ticket in task.pending.values():
+            with contextlib.suppress(Exception):
+                backend.cancel(ticket)
+        with contextlib.suppress(BaseException):  # a cancelled program may end as it likes
+            task.program.throw(Cancelled())
+        with contextlib.suppress(BaseException):
+            task.program.close()
+        self._maybe_end(task.run)
 
     def shutdown(self) -> None:
         """Stop the thread; for the end of the process."""

@@ -64,7 +64,13 @@ class Run:
     """
 
     def __init__(
-        self, source: Iterator[Task], limit: int, *, inline: bool, stream: bool, stop: "Callable[[Run], None]"
+        self,
+        source: Iterator[Task | None],
+        limit: int,
+        *,
+        inline: bool,
+        stream: bool,
+        stop: "Callable[[Run], None]",
     ) -> None:
         self.source, self.limit = source, limit
         self.inline = inline
@@ -77,12 +83,19 @@ class Run:
         self.live: set[Task] = set()
         self.exhausted = False
         self.cancelled = False
+        self.draining = False
+        """No program begins, and none goes on beyond what it has asked for."""
         self.context = contextvars.copy_context()
         self.nest = INSIDE.get()
         self._told: queue.SimpleQueue[Event | Callable[[], None]] = queue.SimpleQueue()
         self._text: dict[str, list[str]] = {}
         """Text that waits to be read, by task: one event is queued for all of it."""
         self._text_lock = threading.Lock()
+
+    @property
+    def ending(self) -> bool:
+        """Whether no program of it begins any more."""
+        return self.cancelled or self.draining
 
     # -- the scheduler's side
 

@@ -14,7 +14,7 @@ from interlens import Conversation, RunReport, ScriptedParticipant
 from interlens.backends.scripted import ScriptedBackend, VirtualClock
 from interlens.chat.view import View
 from interlens.request import Generate, SamplingParams
-from interlens.runner.store import index_logs, read_log
+from interlens.runner.turnlog import index_logs, read_log
 from interlens.seeds import Stream, uniform
 
 
@@ -70,8 +70,11 @@ def logged(folder: Path, kind: str = "generate") -> set[tuple[int, str]]:
 
 
 def essence(report: RunReport) -> dict[str, dict[str, Any]]:
-    """The whole record of every job but how often it was begun."""
-    return {job: {k: v for k, v in r.record.items() if k != "attempt"} for job, r in report.results.items()}
+    """The whole record of every job but how often it was begun, and why anew."""
+    return {
+        job: {k: v for k, v in r.record.items() if k not in ("attempt", "earlier")}
+        for job, r in report.results.items()
+    }
 
 
 def request(backend: ScriptedBackend, text: str = "hello", path: str = "turn/0", **rest: Any) -> Generate:

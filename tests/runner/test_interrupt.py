@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from interlens import Conversation, FunctionParticipant, RunReport, ScriptedParticipant
+from interlens.runner.ledger import index_records
 from interlens.runner.scheduler import scheduler
-from interlens.runner.store import index_records
 from tests.runner.children import ended, forked, slow_talk, wait_for_entries
 from tests.runner.talk import about, essence, sent, talk, words
 

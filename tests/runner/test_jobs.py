@@ -13,7 +13,9 @@ from interlens.runner.analyzers import (
     resolve_analyzer,
     run_worker_inits,
 )
-from interlens.runner.jobs import Job, error_record, own_copy, plain_analysis, storable
+from interlens.runner.desk import _plain
+from interlens.runner.jobs import Job, own_copy
+from interlens.runner.records import error_record, storable
 from tests.runner.talk import talk
 
 
@@ -50,14 +52,14 @@ def test_an_error_as_text() -> None:
 
 
 def test_an_analysis_as_json() -> None:
-    assert plain_analysis({"value": (1, math.inf), "error": None}) == {
+    assert _plain({"value": (1, math.inf), "error": None}, {}) == {
         "value": [1, {"$float": "inf"}],
         "error": None,
     }
     deep: list[Any] = []
     deep.append(deep)
     for value in (object(), {"x": {1, "a"}}, deep):
-        found = plain_analysis({"value": value, "error": None})
+        found = _plain({"value": value, "error": None}, {})
         assert found["value"] is None
         assert found["error"]["traceback"]
 

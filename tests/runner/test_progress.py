@@ -34,13 +34,27 @@ def test_what_the_line_says(clock: list[float]) -> None:
     tally.skipped = 2
     clock[0] += 4
     for outcome in ("done", "done", "limit", "failed"):
-        tally.count(outcome, 25)
+        tally.count(outcome)
+        tally.spend("cpu", 25)
     assert tally.finished == 4
     assert tally.line() == "6/10 jobs, 1 limit, 1 failed, 2 skipped, 25 tokens/s, 4 s left"
     for _ in range(4):
-        tally.count("done", 0)
+        tally.count("done")
     assert tally.line() == "10/10 jobs, 1 limit, 1 failed, 2 skipped, 25 tokens/s, 4 s"
     assert Tally(None, began=clock[0] - 1).line() == "0/? jobs, 0 tokens/s"
+
+
+def test_each_device_is_told_where_there_are_several(clock: list[float]) -> None:
+    tally = Tally(100, began=clock[0])
+    tally.spend("cuda:1", 100)
+    tally.spend("cuda:0", 300)
+    tally.count("done")
+    tally.note = "stopping"
+    clock[0] += 10
+    assert tally.line() == "1/100 jobs, 40 tokens/s (cuda:0 30, cuda:1 10), 16 min left, stopping"
+    clock[0] += 1000
+    assert "28.1 h left" not in tally.line()
+    assert "27.8 h left" in tally.line()
 
 
 @pytest.mark.parametrize(("terminal", "every"), [(True, 0.2), (False, 30.0)])
@@ -52,12 +66,12 @@ def test_how_often_it_is_shown(
     line, tally = Line(True), Tally(5000, began=clock[0])
     for _ in range(5000):
         clock[0] += every / 100
-        tally.count("done", 1)
+        tally.count("done")
         line.show(tally)
     line.show(tally, last=True)
     mark = "\r" if terminal else "\n"
     assert 50 <= screen.getvalue().count(mark) <= 52
-    assert screen.getvalue().endswith("s\n")
+    assert screen.getvalue().endswith(", 10 s\n" if terminal else ", 25 min\n")
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ import pytest
 
 from interlens import Conversation, RunReport, TokenBudget
 from interlens.interp.capture import Activation, Activations
-from interlens.runner import report as reports
-from interlens.runner import store
-from interlens.runner.report import RunResult
+from interlens.runner import desk, ledger
+from interlens.runner.results import RunResult
 from interlens.runner.store import StoreError
 from tests.runner.talk import about, rows, talk, words
 
@@ -139,8 +138,8 @@ def test_frame(report: RunReport) -> None:
 def test_a_frame_reads_each_record_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = quiet(about(talk(turns=1), 5), tmp_path)
     read: list[Any] = []
-    real = store.read_record
-    monkeypatch.setattr(store, "read_record", lambda place: read.append(place) or real(place))  # type: ignore[func-returns-value]
+    real = ledger.read_record
+    monkeypatch.setattr(ledger, "read_record", lambda place: read.append(place) or real(place))  # type: ignore[func-returns-value]
     report.frame()
     assert len(read) == 5
     read.clear()
@@ -252,7 +251,7 @@ def test_activations_are_aligned_with_their_rows(tmp_path: Path) -> None:
     for number, (job, acts) in enumerate(
         {"a": _acts(0), "b": _acts(1, "mean"), "c/é": _acts(2, "last", (9,))}.items()
     ):
-        acts.save(store.activation_file(tmp_path, job))
+        acts.save(desk.activation_file(tmp_path, job))
         results[job] = RunResult(job, restore=copy.copy, place=place, folder=tmp_path)
         assert number == acts.items[0].turn
     found = RunReport(results).activations(site="resid_post.1", speaker="ada")
@@ -278,8 +277,3 @@ def test_everything_in_a_record_is_json(tmp_path: Path) -> None:
     report = quiet(about(talk(turns=1), 2), tmp_path)
     for result in report.results.values():
         assert json.loads(json.dumps(result.record, allow_nan=False)) == result.record
-
-
-def test_natural_order() -> None:
-    ids = ["x/row_00002", "x/row_00010", "x/row_00010/sample_02", "x/row_00010/sample_10", "y"]
-    assert sorted(reversed(ids), key=reports._natural) == ids

@@ -18,16 +18,11 @@ import pytest
 
 from interlens.errors import RecipeChanged, StoreError
 from interlens.request import Completion
-from interlens.runner import store
-from interlens.runner.store import (
-    Place,
-    RunStore,
-    cut_torn_tail,
-    index_logs,
-    index_records,
-    read_log,
-    read_record,
-)
+from interlens.runner import lines, owner, store, turnlog
+from interlens.runner.ledger import index_records, read_record
+from interlens.runner.lines import cut_torn_tail
+from interlens.runner.store import Put, RunStore
+from interlens.runner.turnlog import index_logs, read_log
 
 RECIPE = {
     "n": 4,
@@ -40,6 +35,7 @@ RECIPE = {
         }
     ],
 }
+DIGEST = "0123456789abcdef"
 MANIFEST = {"format": store.FORMAT, "recipe": RECIPE, "total": 4}
 ODD = '\u2028\u2029\x85\x0b\x0c\x1c\x1e\r\n\x00 é 你 \ud800 \\ " {"job": "x", "path": "y"}'
 
@@ -49,7 +45,8 @@ def opened(folder: Path, manifest: Any = MANIFEST, resume: bool = True, extend: 
 
 
 def record(job: str, attempt: int = 1, outcome: str = "done", **rest: Any) -> dict[str, Any]:
-    fixed = {"id": job, "lineup": 0, "row_digest": "r", "attempt": attempt, "outcome": outcome, "error": None}
+    fixed = {"v": 2, "id": job, "number": 0, "sample": 0, "tokens": 3, "row_digest": DIGEST, "lineup": 0}
+    fixed |= {"attempt": attempt, "outcome": outcome, "error": None}
     return fixed | {"recipe_end": "e", "analyses": {}, "transcript": []} | rest
 
 
@@ -71,9 +68,10 @@ def test_records_and_logs_come_back(tmp_path: Path) -> None:
     for job in jobs:
         for path in ("turn/0", "turn/1"):
             keeper.put_entry(job, entry(path, ODD), None)
-    places = [keeper.put_record(with_nan, None), *(keeper.put_record(record(j), None) for j in jobs[1:])]
-    for place in places:
-        keeper.commit(place)
+    puts = [keeper.put_record(with_nan, None), *(keeper.put_record(record(j), None) for j in jobs[1:])]
+    for put in puts:
+        keeper.commit(put)
+    places = [keeper.ledger.place(put.row) for put in puts]
     keeper.close()
     assert index_records(tmp_path) == dict(zip(jobs, places, strict=True))
     back = read_record(places[0])
@@ -83,7 +81,8 @@ def test_records_and_logs_come_back(tmp_path: Path) -> None:
     assert list(logs) == jobs
     for job in jobs:
         assert read_log(logs[job]) == [{"job": job, **entry(p, ODD)} for p in ("turn/0", "turn/1")]
-    assert index_logs(tmp_path, finished=jobs[:4]).keys() == {jobs[4]}
+    assert index_logs(tmp_path, finished=jobs[:4], whole=True).keys() == {jobs[4]}
+    assert index_logs(tmp_path, finished=jobs) == index_logs(tmp_path, finished=()) == {}
 
 
 def test_every_line_is_strict_ascii_json(tmp_path: Path) -> None:
@@ -97,7 +96,7 @@ def test_every_line_is_strict_ascii_json(tmp_path: Path) -> None:
         assert raw.endswith(b"\n")
         json.loads(raw.decode("ascii"), parse_constant=pytest.fail)
     with pytest.raises(ValueError, match="JSON"):
-        store._line({"x": math.nan})
+        lines.encoded({"x": math.nan})
 
 
 def test_a_reply_of_fifty_megabytes(tmp_path: Path) -> None:
@@ -117,19 +116,19 @@ def test_tensors_are_durable_before_the_line_that_names_them(
 ) -> None:
     torch = pytest.importorskip("torch")
     order: list[str] = []
-    write, fsync = store._write, os.fsync
-    monkeypatch.setattr(store, "_write", lambda f, d: order.append("line") or write(f, d))  # type: ignore[func-returns-value]
+    write, fsync = lines.append, os.fsync
+    monkeypatch.setattr(turnlog, "append", lambda f, d: order.append("line") or write(f, d))  # type: ignore[func-returns-value]
     monkeypatch.setattr(
-        os, "fsync", lambda fd: order.append(os.readlink(f"/proc/self/fd/{fd}")[-12:]) or fsync(fd)
+        os, "fsync", lambda fd: order.append(os.readlink(f"/proc/self/fd/{fd}")[-16:]) or fsync(fd)
     )  # type: ignore[func-returns-value]
     keeper = opened(tmp_path)
     order.clear()
     captures = {"resid_post.1": torch.arange(6.0).reshape(3, 2).T, "positions": torch.tensor([4, 5])}
     keeper.put_entry("j", entry("turn/0"), Completion(captures=captures))
-    assert order == [".safetensors", "line"]
+    assert order == [".safetensors.new", "line"]
     keeper.close()
     [said] = read_log(index_logs(tmp_path)["j"])
-    back = store.read_tensors(tmp_path, said["captures"])
+    back = keeper.read_tensors(said["captures"])
     assert all(torch.equal(back[name], captures[name]) for name in captures)
 
 
@@ -160,21 +159,22 @@ def test_the_best_record_of_a_job_counts(tmp_path: Path) -> None:
 
 
 def test_what_is_known_of_a_record_without_reading_it(tmp_path: Path) -> None:
-    failed = {"value": None, "error": {"type": "x", "message": "y"}}
+    failed = {"value": None, "error": {"type": "x", "message": "y"}, "version": "1"}
     keeper = opened(tmp_path)
     keeper.put_record(record("j", analyses={"a": failed, "b": {"value": 1, "error": None}}), None)
     keeper.close()
     place = index_records(tmp_path)["j"]
-    assert (place.analyses, place.analyses_failed, place.end, place.row_digest) == (["a", "b"], 1, "e", "r")
+    assert (place.kind.analyses, place.kind.analyses_failed) == ({"a": "1", "b": ""}, 1)
+    assert (place.kind.end, place.row_digest, place.tokens, place.number) == ("e", DIGEST, 3, 0)
 
 
 def test_a_head_may_be_long(tmp_path: Path) -> None:
     names = {f"analyzer {i}": {"value": i, "error": None} for i in range(500)}
     keeper = opened(tmp_path)
-    placed = keeper.put_record(record("é" * 3000, analyses=names), None)
+    placed = keeper.ledger.place(keeper.put_record(record("é" * 3000, analyses=names), None).row)
     keeper.close()
     assert index_records(tmp_path) == {"é" * 3000: placed}
-    assert placed.analyses == list(names)
+    assert list(placed.kind.analyses) == list(names)
     assert read_record(placed)["analyses"] == names
 
 
@@ -272,9 +272,10 @@ def test_damage_in_the_middle_is_named_and_nothing_is_cut(tmp_path: Path, whole:
         raw[20:40] = b"\0" * 20
         (tmp_path / kind / "1.jsonl").write_bytes(raw)
     (tmp_path / "manifest.json").write_text(json.dumps(MANIFEST))
-    opened(tmp_path).close()
-    with pytest.raises(StoreError, match=r"seg/1\.jsonl is damaged at byte 0"):
-        index_records(tmp_path)
+    for attempt in (opened, index_records):
+        with pytest.raises(StoreError, match=r"seg/1\.jsonl is damaged at byte 0"):
+            attempt(tmp_path)
+    assert not (tmp_path / "owner.lock").exists()
     with pytest.raises(StoreError, match=r"turns/1\.jsonl is damaged at byte 0"):
         read_log(index_logs(tmp_path)["a"])
 
@@ -299,10 +300,10 @@ def test_a_line_that_did_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
             return taken
 
     keeper.put_entry("a", entry("turn/0"), None)
-    turns, keeper._turns = keeper._turns, Full(keeper._turns)  # type: ignore[assignment]
+    file, keeper._turns.file = keeper._turns.file, Full(keeper._turns.file)  # type: ignore[assignment]
     with pytest.raises(OSError, match="no space"):
         keeper.put_entry("a", entry("turn/1"), None)
-    keeper._turns = turns
+    keeper._turns.file = file
     keeper.put_entry("a", entry("turn/2"), None)
     keeper.close()
     assert [e["path"] for e in read_log(index_logs(tmp_path)["a"])] == ["turn/0", "turn/2"]
@@ -326,12 +327,12 @@ def test_a_commit_returns_after_a_sync_that_began_after_its_record(
             synced.append(size)
 
     monkeypatch.setattr(os, "fsync", slow_sync)
-    late: list[Place] = []
+    late: list[Put] = []
 
-    def commit(place: Place) -> None:
-        keeper.commit(place)
-        if max(synced, default=0) < place.offset + place.length:
-            late.append(place)
+    def commit(put: Put) -> None:
+        keeper.commit(put)
+        if max(synced, default=0) < put.end:
+            late.append(put)
 
     threads = []
     for i in range(64):
@@ -350,13 +351,13 @@ def test_a_commit_returns_after_a_sync_that_began_after_its_record(
 
 def locked_by(folder: Path, **changes: Any) -> None:
     pid = os.getppid()
-    owner = {
+    who = {
         "host": socket.gethostname(),
         "pid": pid,
-        "boot": store._boot_id(),
-        "started": store._started(pid),
+        "boot": owner._boot_id(),
+        "started": owner._started(pid),
     }
-    (folder / "owner.lock").write_text(json.dumps(owner | changes))
+    (folder / "owner.lock").write_text(json.dumps(who | changes))
 
 
 @pytest.fixture
@@ -398,7 +399,7 @@ def test_a_writer_that_lives_is_believed_and_one_elsewhere_too(tmp_path: Path) -
     ],
 )
 def test_the_lock_of_a_writer_that_is_gone_is_taken(tmp_path: Path, changes: Any, dead: int) -> None:
-    if not store._boot_id():
+    if not owner._boot_id():
         pytest.skip("this system names no boots")
     locked_by(tmp_path, **{k: dead if v == "dead" else v for k, v in changes.items()})
     opened(tmp_path).close()
@@ -415,16 +416,16 @@ def test_a_lock_that_another_took_in_the_same_moment_is_put_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: int
 ) -> None:
     locked_by(tmp_path, pid=dead)
-    alive = store._alive
+    alive = owner._alive
 
-    def overtaken(owner: Any) -> bool:
+    def overtaken(who: Any) -> bool:
         """Between the look at the old lock and its removal, somebody else replaces it."""
-        if owner["pid"] == dead:
+        if who["pid"] == dead:
             locked_by(tmp_path)
             return False
-        return alive(owner)
+        return alive(who)
 
-    monkeypatch.setattr(store, "_alive", overtaken)
+    monkeypatch.setattr(owner, "_alive", overtaken)
     with pytest.raises(StoreError, match=f"process {os.getppid()}"):
         opened(tmp_path)
     assert json.loads((tmp_path / "owner.lock").read_text())["pid"] == os.getppid()
@@ -464,6 +465,8 @@ DESCRIBE = "lineups__0__describe__"
         ({DESCRIBE + "turns": None}, r"lineups\[0\]\.describe\.turns"),
         ({DESCRIBE + "analyzers": [["", "f"], ["b", "g"]]}, r"lineups\[0\]\.describe\.analyzers"),
         ({DESCRIBE + "analyzers": [["a", "f"], ["b", "g"]]}, r"lineups\[0\]\.describe\.analyzers"),
+        ({DESCRIBE + "analyzers": []}, r"lineups\[0\]\.describe\.analyzers"),
+        ({DESCRIBE + "analyzers": [["", "another"]]}, r"analyzers\[0\]\[1\]"),
     ],
 )
 def test_more_is_an_extension(tmp_path: Path, changes: Any, named: str) -> None:
@@ -484,8 +487,6 @@ def test_more_is_an_extension(tmp_path: Path, changes: Any, named: str) -> None:
         ({"seed": 1}, "seed"),
         ({DESCRIBE + "seed": 1}, r"lineups\[0\]\.describe\.seed"),
         ({DESCRIBE + "turns": 2}, r"lineups\[0\]\.describe\.turns"),
-        ({DESCRIBE + "analyzers": []}, r"lineups\[0\]\.describe\.analyzers"),
-        ({DESCRIBE + "analyzers": [["", "another"]]}, r"analyzers\[0\]\[1\]"),
         ({DESCRIBE + "hooks__0__turns": "1"}, r"lineups\[0\]\.describe\.hooks\[0\]\.turns"),
         ({DESCRIBE + "context_limit": 5}, r"lineups\[0\]\.describe\.context_limit"),
         ({"lineups": []}, "lineups"),
@@ -514,7 +515,7 @@ def test_a_folder_is_read_or_refused_with_a_sentence(tmp_path: Path) -> None:
     opened(tmp_path).close()
     manifest = tmp_path / "manifest.json"
     manifest.write_text(json.dumps(MANIFEST | {"format": 99}))
-    with pytest.raises(StoreError, match="run format 99; this version of interlens reads 1"):
+    with pytest.raises(StoreError, match="run format 99; this version of interlens reads 2"):
         opened(tmp_path)
     manifest.write_text("{")
     with pytest.raises(StoreError, match=r"manifest\.json cannot be read"):

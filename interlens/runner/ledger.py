@@ -1,0 +1,300 @@
+"""What is known of every record without reading it: about sixty bytes a job, so that a million fit.
+
+A record's line begins with its head, in a fixed order, so that a scan reads that far and no farther. What
+most jobs have in common (outcome, attempts, analyses) is kept once, as a `Kind`.
+"""
+
+import json
+import re
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from interlens.errors import StoreError
+from interlens.message import untagged
+from interlens.runner.lines import encoded, whole_lines
+
+_HEAD = re.compile(
+    rb'\{"head": \{"id": "((?:[^"\\]|\\.)*)", "number": (\d+), "sample": (\d+), "tokens": (\d+), '
+    rb'"row_digest": "([0-9a-f]{16})", "kind": '
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """What many jobs have in common."""
+
+    outcome: str
+    attempts: int
+    """How often the job was begun, in all sessions."""
+    lineup: int
+    end: str | None
+    """Names how many turns the job was to take."""
+    analyses: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """The names of its analyzers, each with the version that ran."""
+    analyses_failed: int = 0
+    quarantined: bool = False
+    """Whether it was given up because it ends the process it runs in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a job's record lies, and what must be known of it without reading it."""
+
+    file: Path
+    offset: int
+    length: int
+    number: int
+    sample: int
+    tokens: int
+    row_digest: str
+    kind: Kind
+
+    @property
+    def outcome(self) -> str:
+        return self.kind.outcome
+
+    @property
+    def attempts(self) -> int:
+        return self.kind.attempts
+
+
+def kind_of(record: Mapping[str, Any]) -> Kind:
+    """The part of a record that it shares with others."""
+    analyses = record.get("analyses") or {}
+    return Kind(
+        outcome=record["outcome"],
+        attempts=record["attempt"],
+        lineup=record["lineup"],
+        end=record.get("recipe_end"),
+        analyses={name: a.get("version", "") for name, a in analyses.items()},
+        analyses_failed=sum(a["error"] is not None for a in analyses.values()),
+        quarantined=bool(record.get("quarantined")),
+    )
+
+
+def record_line(record: Mapping[str, Any]) -> bytes:
+    """The line of a record, its head first."""
+    kind = kind_of(record)
+    head = {name: record[name] for name in ("id", "number", "sample", "tokens", "row_digest")}
+    head["kind"] = {f.name: getattr(kind, f.name) for f in fields(Kind)}
+    return encoded({"head": head, "v": record["v"], **record})
+
+
+class Ledger(Mapping[str, Place]):
+    """Rows of places, by number of the row and by id; of several records of one job the best counts."""
+
+    def __init__(self) -> None:
+        self._ids, self._id_ends = bytearray(), array("Q")
+        self._numbers, self._samples, self._tokens = array("Q"), array("I"), array("Q")
+        self._digests, self._kinds = array("Q"), array("I")
+        self._files, self._offsets, self._lengths = array("I"), array("Q"), array("Q")
+        self.files: list[Path] = []
+        self.kinds: list[Kind] = []
+        self._kind_numbers: dict[bytes, int] = {}
+        self._dead = bytearray()
+        """Rows that another record of the same job supersedes."""
+        self._order: tuple[Any, Any] | None = None
+        """Hashes of ids, sorted, and the rows they are of."""
+
+    # -- filling
+
+    def file_number(self, path: Path) -> int:
+        """The number under which a file is named in rows."""
+        if not self.files or self.files[-1] != path:
+            self.files.append(path)
+        return len(self.files) - 1
+
+    def add_line(self, line: bytes, file: int, offset: int) -> int:
+        """Add the record of a line; return its row."""
+        found = _HEAD.match(line)
+        end = line.find(b'}, "v": ', found.end()) if found else -1
+        if found is None or end < 0:
+            raise _damaged(self.files[file], offset, "it does not begin as a record does")
+        self._ids += found[1]
+        self._id_ends.append(len(self._ids))
+        self._numbers.append(int(found[2]))
+        self._samples.append(int(found[3]))
+        self._tokens.append(int(found[4]))
+        self._digests.append(int(found[5], 16))
+        self._kinds.append(self._kind_number(line[found.end() : end], file, offset))
+        self._files.append(file)
+        self._offsets.append(offset)
+        self._lengths.append(len(line))
+        self._dead.append(0)
+        return len(self._offsets) - 1
+
+    def _kind_number(self, text: bytes, file: int, offset: int) -> int:
+        number = self._kind_numbers.get(text)
+        if number is None:
+            try:
+                kind = Kind(**json.loads(text))
+            except (ValueError, TypeError) as error:
+                raise _damaged(self.files[file], offset, str(error)) from None
+            number = self._kind_numbers[text] = len(self.kinds)
+            self.kinds.append(kind)
+        return number
+
+    def settle(self) -> "Ledger":
+        """Of several records of one job let the best count: what ended well beats a failure, then the later
+        attempt does, then the later record.
+        """
+        hashes, rows = self.index()
+        same = deque((hashes[1:] == hashes[:-1]).nonzero()[0].tolist())
+        while same:
+            first = last = same.popleft()
+            while same and same[0] == last + 1:
+                last = same.popleft()
+            pairs = sorted((self._id(row), row) for row in rows[first : last + 2].tolist())
+            for _, group in groupby(pairs, key=lambda pair: pair[0]):
+                self._keep_best([row for _, row in group])
+        return self
+
+    def _keep_best(self, rows: list[int]) -> None:
+        kinds = {row: self.kinds[self._kinds[row]] for row in rows}
+        best = max(rows, key=lambda row: (kinds[row].outcome != "failed", kinds[row].attempts, row))
+        for row in rows:
+            self._dead[row] = row != best
+        begun = max(kind.attempts for kind in kinds.values())
+        if kinds[best].attempts != begun:
+            text = f"{self._kinds[best]} begun {begun} times".encode()
+            if text not in self._kind_numbers:
+                self._kind_numbers[text] = len(self.kinds)
+                self.kinds.append(replace(kinds[best], attempts=begun))
+            self._kinds[best] = self._kind_numbers[text]
+
+    # -- reading by row
+
+    def place(self, row: int) -> Place:
+        """What is known of a row."""
+        return Place(
+            file=self.files[self._files[row]],
+            offset=self._offsets[row],
+            length=self._lengths[row],
+            number=self._numbers[row],
+            sample=self._samples[row],
+            tokens=self._tokens[row],
+            row_digest=f"{self._digests[row]:016x}",
+            kind=self.kinds[self._kinds[row]],
+        )
+
+    def kind(self, row: int) -> Kind:
+        """What a row shares with others."""
+        return self.kinds[self._kinds[row]]
+
+    def id(self, row: int) -> str:
+        """The id of a row's job."""
+        return _text(self._id(row))
+
+    def tokens(self, row: int) -> int:
+        """Tokens that the job's models generated."""
+        return self._tokens[row]
+
+    def digest(self, row: int) -> str:
+        """Names the row of data of a row's job."""
+        return f"{self._digests[row]:016x}"
+
+    def _id(self, row: int) -> bytes:
+        start = self._id_ends[row - 1] if row else 0
+        return bytes(self._ids[start : self._id_ends[row]])
+
+    def rows(self) -> list[int]:
+        """The rows that count, in the order of lineups, jobs and samples."""
+        import numpy
+
+        lineups = numpy.array([kind.lineup for kind in self.kinds] or [0])[_numbers(self._kinds)]
+        order = numpy.lexsort((_numbers(self._samples), _numbers(self._numbers), lineups))
+        dead = numpy.frombuffer(bytes(self._dead), dtype=bool)
+        found: list[int] = order[~dead[order]].tolist()
+        return found
+
+    # -- reading by id
+
+    def row_of(self, id: str) -> int | None:
+        """The row of a job that counts; `None` if there is no record of it, or none that was indexed."""
+        return next((row for row in self.rows_of(id) if not self._dead[row]), None)
+
+    def rows_of(self, id: str) -> Iterator[int]:
+        """The rows of all records of a job."""
+        hashes, rows = self._order or self.index()
+        wanted = _bytes(id)
+        key = hash(wanted)
+        at = int(hashes.searchsorted(key))
+        while at < len(hashes) and hashes[at] == key:
+            if self._id(row := int(rows[at])) == wanted:
+                yield row
+            at += 1
+
+    def index(self) -> tuple[Any, Any]:
+        """Make all rows so far findable by id; those that are added later need it again."""
+        import numpy
+
+        keys = numpy.fromiter((hash(self._id(row)) for row in range(len(self._offsets))), dtype="int64")
+        rows = keys.argsort(kind="stable").astype("uint32")
+        self._order = (keys[rows], rows)
+        return self._order
+
+    def __getitem__(self, id: str) -> Place:
+        row = self.row_of(id)
+        if row is None:
+            raise KeyError(id)
+        return self.place(row)
+
+    def __iter__(self) -> Iterator[str]:
+        return (self.id(row) for row in self.rows())
+
+    def __len__(self) -> int:
+        return len(self._dead) - sum(self._dead)
+
+
+def _numbers(column: Any) -> Any:
+    import numpy
+
+    return numpy.frombuffer(column, dtype=column.typecode) if len(column) else numpy.zeros(0, dtype=int)
+
+
+def _bytes(id: str) -> bytes:
+    """An id as it stands in a line."""
+    return json.dumps(id)[1:-1].encode()
+
+
+def _text(id: bytes) -> str:
+    return str(json.loads(b'"' + id + b'"')) if b"\\" in id else id.decode("ascii")
+
+
+def index_records(folder: str | Path) -> Ledger:
+    """For each job, where its best record lies."""
+    ledger = Ledger()
+    for file in sorted((Path(folder) / "seg").glob("*.jsonl")):
+        number = ledger.file_number(file)
+        for offset, line in whole_lines(file):
+            ledger.add_line(line, number, offset)
+    return ledger.settle()
+
+
+def read_record(place: Place) -> dict[str, Any]:
+    """One record."""
+    with open(place.file, "rb") as file:
+        file.seek(place.offset)
+        record = parsed(file.read(place.length), place.file, place.offset)
+    del record["head"]
+    return dict(untagged(record))
+
+
+def parsed(line: bytes, file: Path, offset: int) -> dict[str, Any]:
+    """A line's JSON, or a sentence about where it is damaged."""
+    try:
+        return dict(json.loads(line))
+    except ValueError as error:
+        raise _damaged(file, offset, str(error)) from None
+
+
+def _damaged(file: Path, offset: int, why: str) -> StoreError:
+    return StoreError(
+        f"{file} is damaged at byte {offset}: the line there is no record ({why}); take the line out, or use "
+        f"another out_dir"
+    )

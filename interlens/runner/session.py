@@ -1,0 +1,183 @@
+"""One go at a run: what is known from earlier ones, what is left to do, what came of it."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from interlens.errors import RecipeChanged
+from interlens.request import digest_of
+from interlens.runner.executor import Ended, Executor, Source, Work
+from interlens.runner.interrupts import Interrupts
+from interlens.runner.jobs import Attempt, Job, Runnable
+from interlens.runner.ledger import Kind, Ledger, read_record
+from interlens.runner.log import Entry
+from interlens.runner.progress import Line, Observer, Tally
+from interlens.runner.results import LiveResults, RunResult, StoredResults
+from interlens.runner.store import RunStore
+from interlens.runner.turnlog import Lines, index_logs, read_log
+
+GRACE = 10.0
+"""Seconds that what is under way has to come to the end of its turns after Ctrl-C."""
+_MISSING = -1
+
+
+class Session:
+    """Pulls jobs, hands those that are left to an executor, keeps what ended by its place."""
+
+    def __init__(
+        self,
+        runnables: Sequence[Runnable],
+        jobs: Sequence[Iterator[Job]],
+        store: RunStore | None,
+        *,
+        total: int | None,
+        progress: bool | None,
+        on_event: Observer | None,
+    ) -> None:
+        self.runnables, self.store, self._jobs = runnables, store, jobs
+        self.total, self.on_event = total, on_event
+        self.tally, self._line = Tally(total), Line(progress)
+        self._slots: list[array[int]] = [array("q") for _ in runnables]
+        """By lineup, for each of its jobs in order, the row of its record in the ledger."""
+        self._places: array[int] = array("Q")
+        """For each job in the order pulled, its lineup and its place there."""
+        self._live: dict[int, RunResult] = {}
+        self._skipped: array[int] = array("q")
+        self._ledger = store.ledger if store is not None else Ledger()
+        self._earlier = len(self._ledger)
+        self._ends = [digest_of(r.describe().get("turns")) for r in runnables]
+        self._logs: dict[str, Lines] = {}
+        if self._earlier or (store is not None and any((store.folder / "turns").glob("*.jsonl"))):
+            assert store is not None
+            self._logs = index_logs(store.folder, _Finished(self), whole=self._goes_further())
+
+    def run(self, executor: Executor) -> bool:
+        """Run what is left and tell what happens; return whether Ctrl-C stopped it at the end of turns."""
+        sources: list[Source] = [self._work(i) for i in range(len(self.runnables))]
+        interrupts = Interrupts(partial(executor.drain, GRACE), self.tally)
+        try:
+            with interrupts, closing(executor.run(sources)) as jobs:
+                for ended in jobs:
+                    self._count(ended)
+        finally:
+            self._line.show(self.tally, last=True)
+        return interrupts.asked
+
+    # -- what is to be done
+
+    def _work(self, lineup: int) -> Source:
+        slots = self._slots[lineup]
+        for job in self._jobs[lineup]:
+            slot = len(self._places)
+            self._places.append(lineup << 48 | len(slots))
+            row = self._ledger.row_of(job.id) if self._earlier else None
+            slots.append(_MISSING if row is None else row)
+            if row is not None and self._ledger.digest(row) != job.row_digest():
+                raise RecipeChanged(
+                    f"{job.id} was run on another row of data than it has now: data[{job.number}] differs; "
+                    f"use another out_dir, or the data that began this run"
+                )
+            if row is not None and self._finished(self._ledger.kind(row)):
+                self._skipped.append(slot)
+                self.tally.skipped += 1
+                continue
+            yield Work(slot=slot, attempt=self._attempt(job, row), log=partial(self._log, job.id))
+
+    def _attempt(self, job: Job, row: int | None) -> Attempt:
+        if row is None:
+            return Attempt(job=job)
+        kind = self._ledger.kind(row)
+        if kind.outcome == "failed":
+            record = read_record(self._ledger.place(row))
+            earlier = (*record.get("earlier", ()), f"{record['reason']}: {record.get('message', '')}")
+            return Attempt(job=job, number=kind.attempts + 1, earlier=earlier, quarantined=kind.quarantined)
+        if kind.end == self._ends[kind.lineup]:
+            return Attempt(job=job, number=kind.attempts, known=read_record(self._ledger.place(row)))
+        return Attempt(job=job, number=kind.attempts + 1)
+
+    def _log(self, job: str) -> list[Entry]:
+        return read_log(self._logs.get(job, []))
+
+    def _finished(self, kind: Kind) -> bool:
+        """Whether a job ended well and has every turn and analysis that is asked for now."""
+        if kind.outcome == "failed" or kind.lineup >= len(self.runnables):
+            return False
+        asked = self.runnables[kind.lineup].analyzers
+        return kind.end == self._ends[kind.lineup] and all(
+            kind.analyses.get(a.name) == a.version for a in asked
+        )
+
+    def _goes_further(self) -> bool:
+        """Whether jobs that ended well are to take more turns: their logs are needed again."""
+        kinds = [k for k in self._ledger.kinds if k.outcome != "failed" and k.lineup < len(self._ends)]
+        return any(k.end != self._ends[k.lineup] for k in kinds)
+
+    # -- what came of it
+
+    def _count(self, ended: Ended) -> None:
+        lineup, at = self._place(ended.slot)
+        if ended.put is not None:
+            self._slots[lineup][at] = ended.put.row
+        else:
+            restore = self.runnables[lineup].restore
+            self._live[ended.slot] = RunResult(
+                ended.id, restore=restore, record=ended.record, live=ended.live
+            )
+        self.tally.count(ended.outcome)
+        self._line.show(self.tally)
+        event = {"kind": "job", "id": ended.id, "outcome": ended.outcome}
+        self.tell(event | {"done": self.tally.finished, "total": self.total})
+
+    def tell(self, event: dict[str, Any]) -> None:
+        """Tell the observer something."""
+        if self.on_event is not None:
+            self.on_event(event)
+
+    def left(self) -> int | None:
+        """How many jobs have not ended, where the number of all is known."""
+        return None if self.total is None else self.total - self.tally.finished - self.tally.skipped
+
+    def _place(self, slot: int) -> tuple[int, int]:
+        return self._places[slot] >> 48, self._places[slot] & ((1 << 48) - 1)
+
+    @property
+    def n_jobs(self) -> int:
+        """How many jobs there are, now that all have been pulled."""
+        return len(self._places)
+
+    def results(self) -> Any:
+        """Results by id, in the order of lineups and jobs, of the jobs that have ended."""
+        if self.store is None:
+            order = sorted(self._live, key=self._place)
+            return LiveResults({self._live[slot].id: self._live[slot] for slot in order})
+        rows = array("Q", (row for slots in self._slots for row in slots if row != _MISSING))
+        return StoredResults(self._ledger, rows, self.store.folder, [r.restore for r in self.runnables])
+
+    def skipped(self) -> list[str]:
+        """Ids of the jobs that were read back and not run, in the order of lineups and jobs."""
+        places = sorted(self._place(slot) for slot in self._skipped)
+        return [self._ledger.id(self._slots[lineup][at]) for lineup, at in places]
+
+
+class _Finished:
+    """The ids of the jobs of a folder that need not be run again."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __contains__(self, job: object) -> bool:
+        row = self._session._ledger.row_of(str(job))
+        return row is not None and self._session._finished(self._session._ledger.kind(row))
+
+
+def in_order(runnables: Sequence[Runnable], n: int | None, samples: int, seed: int, named: bool) -> Any:
+    """For each lineup its jobs, made when they are pulled."""
+
+    def jobs(number: int, runnable: Runnable) -> Iterator[Job]:
+        for job in runnable.expand(n, samples, seed, f"{runnable.name}" if named else ""):
+            yield replace(job, lineup=number)
+
+    return [jobs(number, runnable) for number, runnable in enumerate(runnables)]
