@@ -19,7 +19,7 @@ from interlens.recipe import Recipe
 from interlens.request import BackendSpec, digest_of
 from interlens.runner.analyzers import Attached, attached
 from interlens.runner.execute import Settings, execute
-from interlens.runner.jobs import Job, own_copy
+from interlens.runner.jobs import Expansion, Job, own_copy
 from interlens.runner.places import places_of
 from interlens.runner.records import Record
 from interlens.runner.report import RunReport
@@ -75,18 +75,20 @@ class Lineup:
             return None
         return min(length, n if n is not None else length) * samples
 
-    def expand(self, n: int | None, samples: int, seed: int, prefix: str) -> Iterator[Job]:
+    def expand(self, settings: Expansion, lineup: int) -> Iterator[Job]:
         """Jobs in order; rows are pulled one at a time."""
-        base = seed + self.recipe.seed
+        n, samples, seed, named = settings
+        base, prefix = seed + self.recipe.seed, f"{self.name}" if named else ""
         if self.recipe.data is None:
             many = n is not None or not prefix
             for i in range(n if n is not None else 1):
                 name = f"rollout_{i:05d}" if many else ""
-                yield from _samples(Job(id=_joined(prefix, name), seed=base + i, number=i), samples)
+                job = Job(_joined(prefix, name), base + i, i, lineup=lineup)
+                yield from _samples(job, samples)
             return
         i = -1
         for i, row in enumerate(_rows(self.recipe.data, n)):
-            job = Job(id=_joined(prefix, f"row_{i:05d}"), seed=base + i, number=i, row=row)
+            job = Job(_joined(prefix, f"row_{i:05d}"), base + i, i, row, lineup=lineup)
             yield from _samples(job, samples)
         if i < 0:
             raise ValueError("the data gave no row: it is empty, or an iterator that has been used up")
@@ -172,11 +174,11 @@ def _samples(job: Job, samples: int) -> Iterator[Job]:
         yield job
         return
     for k in range(samples):
-        yield replace(job, id=f"{job.id}/sample_{k:02d}", sample=k)
+        yield job._replace(id=f"{job.id}/sample_{k:02d}", sample=k)
 
 
 def _joined(prefix: str, name: str) -> str:
-    return "/".join(part for part in (prefix, name) if part)
+    return f"{prefix}/{name}" if prefix and name else prefix or name
 
 
 def _rows(data: Any, n: int | None) -> Iterator[dict[str, Any]]:

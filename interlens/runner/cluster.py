@@ -5,6 +5,7 @@ job is to blame; here what did not reach an actor is asked again, since messages
 which the cluster has no room is one that has not begun.
 """
 
+import contextlib
 import logging
 import pickle
 import re
@@ -29,6 +30,7 @@ _LISTEN = 10.0
 """Seconds that a question for news stays open."""
 _FULL = 16 << 20
 """Bytes after which an answer is full, and a worker waits before it says more."""
+_BEGINNINGS = ("begun", "analysing")
 _TRIES = 3
 """How often an actor that Ray lost before it began is asked for again."""
 _UNREACHABLE = 120.0
@@ -70,13 +72,18 @@ class Inside:
                 self._changed.notify_all()
 
     def send(self, message: Message) -> None:
-        """Say something to the supervisor."""
+        """Say something to the supervisor. What says that something begins returns when it is known there: if
+        that ends the process, what was not fetched is gone.
+        """
         data = pickle.dumps(message, protocol=5)
         with self._changed:
             self._changed.wait_for(lambda: self._size < _FULL)
             self._said.append(data)
             self._size += len(data)
+            number = self._fetched + len(self._said)
             self._changed.notify_all()
+            if message[0] in _BEGINNINGS:
+                self._changed.wait_for(lambda: self._fetched >= number)
 
     def receive(self) -> Message:
         """The supervisor's next message."""
@@ -224,7 +231,8 @@ class RayFleet:
     def close(self) -> None:
         """End every actor, and the connection if it was made here."""
         for link in self._links:
-            link.kill()
+            with contextlib.suppress(Exception):  # the cluster may be gone
+                link.kill()
         if self._connected_here:
             self._ray.shutdown()
 

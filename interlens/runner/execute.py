@@ -15,12 +15,12 @@ from interlens import backends
 from interlens.errors import Stopped
 from interlens.request import digest_of
 from interlens.runner.executor import Executor, LocalExecutor
-from interlens.runner.jobs import LimitOf, Runnable
+from interlens.runner.jobs import Expansion, LimitOf, Runnable
 from interlens.runner.places import Places
 from interlens.runner.progress import Observer
 from interlens.runner.report import RunReport
 from interlens.runner.scheduler import LIVE
-from interlens.runner.session import Session, in_order
+from interlens.runner.session import Session
 from interlens.runner.store import FORMAT, RunStore
 from interlens.runner.workers import PoolExecutor
 
@@ -85,9 +85,9 @@ def _executed(
         manifest = manifest_of(runnables, settings, total)
         store = RunStore(settings.out_dir, manifest, resume=settings.resume, extend=settings.extend)
     try:
-        jobs = in_order(runnables, settings.n, settings.samples, settings.seed, settings.namespaced)
+        expansion = Expansion(settings.n, settings.samples, settings.seed, settings.namespaced)
         session = Session(
-            runnables, jobs, store, total=total, progress=settings.progress, on_event=settings.on_event
+            runnables, expansion, store, total=total, progress=settings.progress, on_event=settings.on_event
         )
         stopped = session.run(_executor(runnables, settings, limit_of, places, session))
         if store is not None and not stopped:

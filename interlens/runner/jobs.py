@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from interlens.errors import Cancelled, LoadError
 from interlens.request import BackendSpec, Call, digest_of
@@ -19,15 +19,17 @@ from interlens.runner.records import Record, error_record, storable
 log = logging.getLogger("interlens.runner")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """One run of one recipe."""
+_NOTHING: Mapping[str, Any] = {}
+
+
+class Job(NamedTuple):
+    """One run of one recipe; a tuple, since a million are made to find those that have ended."""
 
     id: str
     seed: int
     """The run's seed plus the job's number."""
     number: int
-    row: Mapping[str, Any] = field(default_factory=dict)
+    row: Mapping[str, Any] = _NOTHING
     sample: int = 0
     lineup: int = 0
     """Which recipe of the pool."""
@@ -58,6 +60,17 @@ class Attempt:
     """Analyzers that ended the process they ran in, with the error to record: they are not run again."""
 
 
+class Expansion(NamedTuple):
+    """How recipes become jobs."""
+
+    n: int | None = None
+    """Rows taken, or jobs where there is no data; `None` is all rows, or one job."""
+    samples: int = 1
+    seed: int = 0
+    named: bool = False
+    """Whether ids begin with the lineup's name."""
+
+
 class Runnable(Protocol):
     """What conversations and trajectory runners fill."""
 
@@ -67,7 +80,7 @@ class Runnable(Protocol):
 
     def describe(self) -> dict[str, Any]: ...
     def to_dict(self) -> dict[str, Any]: ...
-    def expand(self, n: int | None, samples: int, seed: int, prefix: str) -> Iterator[Job]: ...
+    def expand(self, settings: Expansion, lineup: int) -> Iterator[Job]: ...
     def count(self, n: int | None, samples: int) -> int | None: ...
     def models(self) -> frozenset[BackendSpec]: ...
     def placed(self, device: str | None) -> "Runnable": ...

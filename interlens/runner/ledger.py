@@ -4,13 +4,13 @@ A record's line begins with its head, in a fixed order, so that a scan reads tha
 most jobs have in common (outcome, attempts, analyses) is kept once, as a `Kind`.
 """
 
+import itertools
 import json
 import re
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from interlens.errors import StoreError
 from interlens.message import untagged
 from interlens.runner.lines import encoded, whole_lines
 
+_BLOCK = 4096
 _HEAD = re.compile(
     rb'\{"head": \{"id": "((?:[^"\\]|\\.)*)", "number": (\d+), "sample": (\d+), "tokens": (\d+), '
     rb'"row_digest": "([0-9a-f]{16})", "kind": '
@@ -111,33 +112,58 @@ class Ledger(Mapping[str, Place]):
 
     def add_line(self, line: bytes, file: int, offset: int) -> int:
         """Add the record of a line; return its row."""
-        found = _HEAD.match(line)
-        end = line.find(b'}, "v": ', found.end()) if found else -1
-        if found is None or end < 0:
-            raise _damaged(self.files[file], offset, "it does not begin as a record does")
-        self._ids += found[1]
-        self._id_ends.append(len(self._ids))
-        self._numbers.append(int(found[2]))
-        self._samples.append(int(found[3]))
-        self._tokens.append(int(found[4]))
-        self._digests.append(int(found[5], 16))
-        self._kinds.append(self._kind_number(line[found.end() : end], file, offset))
-        self._files.append(file)
-        self._offsets.append(offset)
-        self._lengths.append(len(line))
-        self._dead.append(0)
+        self._add(file, [(offset, line)])
         return len(self._offsets) - 1
 
-    def _kind_number(self, text: bytes, file: int, offset: int) -> int:
-        number = self._kind_numbers.get(text)
-        if number is None:
-            try:
-                kind = Kind(**json.loads(text))
-            except (ValueError, TypeError) as error:
-                raise _damaged(self.files[file], offset, str(error)) from None
-            number = self._kind_numbers[text] = len(self.kinds)
-            self.kinds.append(kind)
+    def add_file(self, path: Path) -> None:
+        """Add every record of a file."""
+        number, lines = self.file_number(path), whole_lines(path)
+        while block := [(offset, line) for offset, line in itertools.islice(lines, _BLOCK)]:
+            self._add(number, block)
+
+    def _add(self, file: int, lines: Sequence[tuple[int, bytes]]) -> None:
+        heads = [_HEAD.match(line) for _, line in lines]
+        try:
+            ids, numbers, samples, tokens, digests = zip(*(head.groups() for head in heads), strict=True)  # type: ignore[union-attr]
+            starts = [head.end() for head in heads]  # type: ignore[union-attr]
+            kinds = [line[a : line.index(b'}, "v": ', a)] for (_, line), a in zip(lines, starts, strict=True)]
+        except (AttributeError, ValueError):
+            raise self._first_bad(file, lines) from None
+        end = len(self._ids)
+        self._ids += b"".join(ids)
+        self._id_ends.extend(itertools.accumulate(map(len, ids[1:]), initial=end + len(ids[0])))
+        self._numbers.extend(map(int, numbers))
+        self._samples.extend(map(int, samples))
+        self._tokens.extend(map(int, tokens))
+        self._digests.extend([int(digest, 16) for digest in digests])
+        known = self._kind_numbers
+        self._kinds.extend(
+            [
+                known[kind] if kind in known else self._new_kind(kind, file, offset)
+                for kind, (offset, _) in zip(kinds, lines, strict=True)
+            ]
+        )
+        self._files.extend(itertools.repeat(file, len(lines)))
+        self._offsets.extend([offset for offset, _ in lines])
+        self._lengths.extend([len(line) for _, line in lines])
+        self._dead.extend(bytes(len(lines)))
+
+    def _new_kind(self, text: bytes, file: int, offset: int) -> int:
+        try:
+            kind = Kind(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise _damaged(self.files[file], offset, str(error)) from None
+        number = self._kind_numbers[text] = len(self.kinds)
+        self.kinds.append(kind)
         return number
+
+    def _first_bad(self, file: int, lines: Sequence[tuple[int, bytes]]) -> StoreError:
+        offset = 0
+        for offset, line in lines:  # noqa: B007  the last one is named
+            head = _HEAD.match(line)
+            if head is None or line.find(b'}, "v": ', head.end()) < 0:
+                break
+        return _damaged(self.files[file], offset, "it does not begin as a record does")
 
     def settle(self) -> "Ledger":
         """Of several records of one job let the best count: what ended well beats a failure, then the later
@@ -150,7 +176,7 @@ class Ledger(Mapping[str, Place]):
             while same and same[0] == last + 1:
                 last = same.popleft()
             pairs = sorted((self._id(row), row) for row in rows[first : last + 2].tolist())
-            for _, group in groupby(pairs, key=lambda pair: pair[0]):
+            for _, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
                 self._keep_best([row for _, row in group])
         return self
 
@@ -186,9 +212,18 @@ class Ledger(Mapping[str, Place]):
         """What a row shares with others."""
         return self.kinds[self._kinds[row]]
 
+    def kind_number(self, row: int) -> int:
+        """The number of a row's kind."""
+        return self._kinds[row]
+
     def id(self, row: int) -> str:
         """The id of a row's job."""
         return _text(self._id(row))
+
+    def names(self, row: int, id: str) -> bool:
+        """Whether a row is of this job."""
+        raw = self._id(row)
+        return raw == id.encode() if id.isascii() and b"\\" not in raw else _text(raw) == id
 
     def tokens(self, row: int) -> int:
         """Tokens that the job's models generated."""
@@ -229,11 +264,17 @@ class Ledger(Mapping[str, Place]):
                 yield row
             at += 1
 
+    def finder(self) -> "Finder":
+        """Finds rows of jobs that are asked for in their order, in no time."""
+        return Finder(self, self.rows())
+
     def index(self) -> tuple[Any, Any]:
         """Make all rows so far findable by id; those that are added later need it again."""
         import numpy
 
-        keys = numpy.fromiter((hash(self._id(row)) for row in range(len(self._offsets))), dtype="int64")
+        ids, starts = bytes(self._ids), itertools.chain((0,), self._id_ends)
+        hashes = (hash(ids[a:b]) for a, b in zip(starts, self._id_ends, strict=False))
+        keys = numpy.fromiter(hashes, dtype="int64", count=len(self._id_ends))
         rows = keys.argsort(kind="stable").astype("uint32")
         self._order = (keys[rows], rows)
         return self._order
@@ -249,6 +290,26 @@ class Ledger(Mapping[str, Place]):
 
     def __len__(self) -> int:
         return len(self._dead) - sum(self._dead)
+
+
+class Finder:
+    """Walks along the records of one lineup as its jobs are pulled."""
+
+    def __init__(self, ledger: Ledger, rows: Sequence[int]) -> None:
+        self._ledger, self._rows, self._at = ledger, rows, 0
+
+    def find(self, lineup: int, number: int, sample: int, id: str) -> int | None:
+        """The row of a job; asked in ascending order of lineup, number and sample, else it takes longer."""
+        ledger, wanted = self._ledger, (lineup, number, sample)
+        while self._at < len(self._rows):
+            row = self._rows[self._at]
+            here = ledger.kind(row).lineup, ledger._numbers[row], ledger._samples[row]
+            if here > wanted:
+                break
+            self._at += 1
+            if here == wanted and ledger.names(row, id):
+                return row
+        return ledger.row_of(id)
 
 
 def _numbers(column: Any) -> Any:
@@ -270,9 +331,7 @@ def index_records(folder: str | Path) -> Ledger:
     """For each job, where its best record lies."""
     ledger = Ledger()
     for file in sorted((Path(folder) / "seg").glob("*.jsonl")):
-        number = ledger.file_number(file)
-        for offset, line in whole_lines(file):
-            ledger.add_line(line, number, offset)
+        ledger.add_file(file)
     return ledger.settle()
 
 

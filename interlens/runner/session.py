@@ -1,9 +1,8 @@
 """One go at a run: what is known from earlier ones, what is left to do, what came of it."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ from interlens.errors import RecipeChanged
 from interlens.request import digest_of
 from interlens.runner.executor import Ended, Executor, Source, Work
 from interlens.runner.interrupts import Interrupts
-from interlens.runner.jobs import Attempt, Job, Runnable
+from interlens.runner.jobs import Attempt, Expansion, Job, Runnable
 from interlens.runner.ledger import Kind, Ledger, read_record
 from interlens.runner.log import Entry
 from interlens.runner.progress import Line, Observer, Tally
@@ -30,14 +29,14 @@ class Session:
     def __init__(
         self,
         runnables: Sequence[Runnable],
-        jobs: Sequence[Iterator[Job]],
+        expansion: Expansion,
         store: RunStore | None,
         *,
         total: int | None,
         progress: bool | None,
         on_event: Observer | None,
     ) -> None:
-        self.runnables, self.store, self._jobs = runnables, store, jobs
+        self.runnables, self.store, self._expansion = runnables, store, expansion
         self.total, self.on_event = total, on_event
         self.tally, self._line = Tally(total), Line(progress)
         self._slots: list[array[int]] = [array("q") for _ in runnables]
@@ -49,6 +48,8 @@ class Session:
         self._ledger = store.ledger if store is not None else Ledger()
         self._earlier = len(self._ledger)
         self._ends = [digest_of(r.describe().get("turns")) for r in runnables]
+        self._wanted: dict[int, bool] = {}
+        """By number of the kind, whether a job of it needs nothing any more."""
         self._logs: dict[str, Lines] = {}
         if self._earlier or (store is not None and any((store.folder / "turns").glob("*.jsonl"))):
             assert store is not None
@@ -69,18 +70,19 @@ class Session:
     # -- what is to be done
 
     def _work(self, lineup: int) -> Source:
-        slots = self._slots[lineup]
-        for job in self._jobs[lineup]:
+        slots, ledger = self._slots[lineup], self._ledger
+        finder = ledger.finder() if self._earlier else None
+        for job in self.runnables[lineup].expand(self._expansion, lineup):
             slot = len(self._places)
             self._places.append(lineup << 48 | len(slots))
-            row = self._ledger.row_of(job.id) if self._earlier else None
+            row = finder.find(lineup, job.number, job.sample, job.id) if finder is not None else None
             slots.append(_MISSING if row is None else row)
-            if row is not None and self._ledger.digest(row) != job.row_digest():
+            if row is not None and ledger.digest(row) != job.row_digest():
                 raise RecipeChanged(
                     f"{job.id} was run on another row of data than it has now: data[{job.number}] differs; "
                     f"use another out_dir, or the data that began this run"
                 )
-            if row is not None and self._finished(self._ledger.kind(row)):
+            if row is not None and self._needs_nothing(row):
                 self._skipped.append(slot)
                 self.tally.skipped += 1
                 continue
@@ -109,6 +111,12 @@ class Session:
         return kind.end == self._ends[kind.lineup] and all(
             kind.analyses.get(a.name) == a.version for a in asked
         )
+
+    def _needs_nothing(self, row: int) -> bool:
+        number = self._ledger.kind_number(row)
+        if number not in self._wanted:
+            self._wanted[number] = self._finished(self._ledger.kinds[number])
+        return self._wanted[number]
 
     def _goes_further(self) -> bool:
         """Whether jobs that ended well are to take more turns: their logs are needed again."""
@@ -158,6 +166,9 @@ class Session:
 
     def skipped(self) -> list[str]:
         """Ids of the jobs that were read back and not run, in the order of lineups and jobs."""
+        one = self._slots[0] if len(self._slots) == 1 else None
+        if one is not None:  # jobs were pulled in order
+            return [self._ledger.id(one[slot]) for slot in self._skipped]
         places = sorted(self._place(slot) for slot in self._skipped)
         return [self._ledger.id(self._slots[lineup][at]) for lineup, at in places]
 
@@ -171,13 +182,3 @@ class _Finished:
     def __contains__(self, job: object) -> bool:
         row = self._session._ledger.row_of(str(job))
         return row is not None and self._session._finished(self._session._ledger.kind(row))
-
-
-def in_order(runnables: Sequence[Runnable], n: int | None, samples: int, seed: int, named: bool) -> Any:
-    """For each lineup its jobs, made when they are pulled."""
-
-    def jobs(number: int, runnable: Runnable) -> Iterator[Job]:
-        for job in runnable.expand(n, samples, seed, f"{runnable.name}" if named else ""):
-            yield replace(job, lineup=number)
-
-    return [jobs(number, runnable) for number, runnable in enumerate(runnables)]

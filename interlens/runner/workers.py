@@ -46,6 +46,7 @@ class PoolExecutor:
 
     def run(self, sources: Sequence[Source]) -> Generator[Ended, None, None]:
         """Until no job is left; leaving early ends the workers at once."""
+        self._packed("", None)  # what cannot be sent is said before anything starts
         fleet = self._fleet()
 
         def start(place: str) -> Link:
@@ -64,7 +65,6 @@ class PoolExecutor:
         )
         supervisor = Supervisor(fleet, self.store, plan, sources)
         thread = threading.Thread(target=self._supervise, args=(supervisor,), name="interlens-supervisor")
-        self._packed(*next(iter(fleet.places.items())))  # what cannot be sent is said before anything starts
         thread.start()
         try:
             while True:
@@ -95,8 +95,10 @@ class PoolExecutor:
         except BaseException as error:
             last = partial(_raise, error)
         finally:
-            supervisor.fleet.close()
-        self._told.put(last)
+            try:
+                supervisor.fleet.close()
+            finally:
+                self._told.put(last)
 
     def _asked(self) -> float | None:
         if self._aborted:

@@ -3,6 +3,7 @@
 `devices=["cpu", "cpu"]` is a real pool.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -158,7 +159,7 @@ def test_eight_kinds_of_trouble_harm_nobody_else(tmp_path: Path) -> None:
     conv = trouble_at(
         killed=(1, die),
         left=(2, lambda: os._exit(0)),
-        crashed=(3, lambda: os.kill(os.getpid(), signal.SIGSEGV)),
+        crashed=(3, lambda: ctypes.string_at(0)),
         exits=(4, sys.exit),
         local=(5, local),
         huge=(6, huge),
