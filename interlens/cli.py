@@ -5,14 +5,17 @@
 
 import argparse
 import platform
+import shlex
 import sys
 from importlib import metadata
+from pathlib import Path
 
-from interlens import demo
+from interlens import demo, kept, written
 from interlens.engine.load import bundled_gguf
 from interlens.errors import InterlensError
 from interlens.process import available_devices
 from interlens.runner.report import RunReport
+from interlens.yamlfile import Misread
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,6 +29,16 @@ def parser() -> argparse.ArgumentParser:
         "--out", default="demo-output", help="folder for what the demo writes (default: demo-output)"
     )
     one.add_argument("--model", default="smollm2", help="model id or folder (default: the bundled smollm2)")
+    one = commands.add_parser("run", help="run a recipe written in YAML")
+    one.add_argument("recipe", help="the YAML file")
+    one.add_argument(
+        "--out",
+        metavar="DIR",
+        type=_folder,
+        help="the run's folder (default: the recipe's out_dir, else runs/ and the file's name)",
+    )
+    one = commands.add_parser("resume", help="go on with the run in a folder")
+    one.add_argument("folder", help="the run's out_dir")
     one = commands.add_parser("report", help="what a run folder holds")
     one.add_argument("folder", help="the run's out_dir")
     one.add_argument("--html", metavar="FILE", help="also write one self-contained file")
@@ -33,14 +46,21 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _folder(name: str) -> Path:
+    if not name.strip():
+        raise argparse.ArgumentTypeError("it names no folder")
+    return Path(name)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; return the exit status."""
     asked = parser().parse_args(arguments)
     try:
-        if asked.command == "demo":
-            return demo.main(asked.out, asked.model)
-        return _report(asked.folder, asked.html) if asked.command == "report" else _doctor()
-    except (InterlensError, ValueError) as error:
+        return _do(asked)
+    except Misread as error:
+        print(f"interlens: {error}", file=sys.stderr)
+        return 2
+    except (InterlensError, ValueError, OSError) as error:
         print(f"interlens: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -51,13 +71,44 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
+def _do(asked: argparse.Namespace) -> int:
+    if asked.command == "demo":
+        return demo.main(asked.out, asked.model)
+    if asked.command == "run":
+        return _run(asked.recipe, asked.out)
+    if asked.command == "resume":
+        return _told(kept.resume(asked.folder, progress=True), asked.folder)
+    return _report(asked.folder, asked.html) if asked.command == "report" else _doctor()
+
+
+def _run(recipe: str, out: Path | None) -> int:
+    found = written.read(recipe)
+    folder = out or found.options.get("out_dir") or Path("runs") / Path(recipe).stem
+    return _told(kept.run(found, folder, progress=True), folder)
+
+
+def _told(report: RunReport, folder: str | Path) -> int:
+    """Say how a run ended, and what can be done with it."""
+    where = shlex.quote(str(folder))
+    print(report)
+    print(f"look at it: interlens report {where} --html report.html")
+    if report.failed or not report.complete:
+        print(f"go on with what failed or is missing: interlens resume {where}")
+    return _status(report)
+
+
+def _status(report: RunReport) -> int:
+    whole = report.complete and not report.failed and not report.counts()["analysis_failed"]
+    return 0 if whole else 1
+
+
 def _report(folder: str, html: str | None) -> int:
     report = RunReport.load(folder)
     print(report)
     print(report.frame().to_string(index=False, max_colwidth=60))
     if html is not None:
         print(f"written: {report.save_html(html)}")
-    return 0 if report.complete and not report.failed else 1
+    return _status(report)
 
 
 def _doctor() -> int:

@@ -42,7 +42,7 @@ class Lineup:
         recipe.refuse_people()
         if budget is not None:
             recipe = recipe.changed(run_until=program.either(recipe.run_until, budget))
-        if recipe.turns is None and recipe.run_until is None:
+        if recipe.turns is None and not stop.may_end(recipe.run_until):
             raise ValueError(
                 "a rollout needs .turns(n) or .run_until(condition): this recipe would never stop"
             )

@@ -241,6 +241,17 @@ def ambient_budget() -> TokenBudget | None:
     return _AMBIENT.get()
 
 
+def may_end(condition: Any) -> bool:
+    """Whether a condition can ever hold: a budget for each turn alone never does."""
+    if isinstance(condition, Both):
+        return may_end(condition.first) and may_end(condition.second)
+    if isinstance(condition, Either):
+        return may_end(condition.first) or may_end(condition.second)
+    if isinstance(condition, TokenBudget):
+        return condition.per_conversation is not None
+    return condition is not None
+
+
 def budgets_in(condition: StopCondition | None) -> list[TokenBudget]:
     """Every budget inside a condition; a budget under `&` caps turns as well, since it may never be
     overspent.

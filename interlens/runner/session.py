@@ -86,7 +86,9 @@ class Session:
                 self._skipped.append(slot)
                 self.tally.skipped += 1
                 continue
-            yield Work(slot=slot, attempt=self._attempt(job, row), log=partial(self._log, job.id))
+            ended = row is not None and ledger.kind(row).outcome != "failed"
+            log = partial(self._log, job.id, without_analyses=ended)
+            yield Work(slot=slot, attempt=self._attempt(job, row), log=log)
 
     def _attempt(self, job: Job, row: int | None) -> Attempt:
         if row is None:
@@ -100,8 +102,10 @@ class Session:
             return Attempt(job=job, number=kind.attempts, known=read_record(self._ledger.place(row)))
         return Attempt(job=job, number=kind.attempts + 1)
 
-    def _log(self, job: str) -> list[Entry]:
-        return read_log(self._logs.get(job, []))
+    def _log(self, job: str, without_analyses: bool) -> list[Entry]:
+        """What a job has logged. One that ended and goes further is another one to its analyzers."""
+        entries = read_log(self._logs.get(job, []))
+        return [e for e in entries if not (without_analyses and e["path"].startswith("analysis/"))]
 
     def _finished(self, kind: Kind) -> bool:
         """Whether a job ended well and has every turn and analysis that is asked for now."""

@@ -113,11 +113,22 @@ class RunStore(Desk):
             raise RecipeChanged(
                 f"{self.folder} holds a run of another recipe: {', '.join(hard or off)} differs; {why}"
             )
+        grown = self._grown(manifest, off)
+        if grown and not extend:
+            raise RecipeChanged(
+                f"{self.folder} holds a run of {self._manifest['total']} jobs, and the data makes "
+                f"{manifest['total']} now; extend=True goes on with more of them"
+            )
         was, is_now = (m.get("environment", {}) for m in (self._manifest, manifest))
         if other := [name for name in was if name in is_now and was[name] != is_now[name]]:
             log.warning("%s was begun with another %s: tokens may differ", self.folder, ", ".join(other))
-        if off:
+        if off or grown:
             self._put_manifest(manifest)
+
+    def _grown(self, manifest: Mapping[str, Any], off: list[str]) -> bool:
+        """Whether the data has more rows than it had, though the arguments are the same."""
+        before, now = self._manifest.get("total"), manifest.get("total")
+        return not off and isinstance(before, int) and isinstance(now, int) and now > before
 
     # -- writing
 

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from interlens.backends.scripted import VirtualClock
 from interlens.errors import ParticipantError, RecipeChanged, StoreError
 from interlens.runner import session, turnlog
 from interlens.runner.ledger import index_records
+from interlens.runner.store import read_journal
 from tests.runner.children import ended, forked, slow_talk, wait_for_entries
 from tests.runner.talk import about, essence, forget, jitter, logged, rows, sent, talk, words
 
@@ -380,3 +382,64 @@ def test_a_stream_of_unknown_length_knows_when_it_has_ended(tmp_path: Path) -> N
     assert quiet(stream(-1), tmp_path).complete
     loaded = RunReport.load(tmp_path, trust=True)
     assert (loaded.complete, len(loaded)) == (True, 7)
+
+
+def test_data_that_has_grown_is_an_extension(tmp_path: Path) -> None:
+    quiet(about(talk(turns=1), 3), tmp_path)
+    with pytest.raises(RecipeChanged, match="a run of 3 jobs, and the data makes 5 now; extend=True"):
+        quiet(about(talk(turns=1), 5), tmp_path)
+    report = quiet(about(talk(turns=1), 5), tmp_path, extend=True)
+    assert (len(report), len(report.skipped), report.complete) == (5, 3, True)
+    assert len(quiet(about(talk(turns=1), 5), tmp_path).skipped) == 5
+    assert len(quiet(about(talk(turns=1), 4), tmp_path).skipped) == 4
+
+
+def test_totals_are_those_of_all_sessions(tmp_path: Path) -> None:
+    """Killed twice in its middle: tokens are counted once, seconds are those of all sessions."""
+    for kill_after in (6, 12):
+        with forked(lambda: slow_talk().rollout(out_dir=tmp_path, progress=False, max_batch_size=3)) as pid:
+            wait_for_entries(tmp_path, kill_after, pid)
+            time.sleep(0.02)
+    report = slow_talk().rollout(out_dir=tmp_path, progress=False)
+    whole = slow_talk().rollout(progress=False)
+    assert report.tokens_generated == whole.tokens_generated > 0
+    loaded = RunReport.load(tmp_path, trust=True)
+    assert loaded.tokens_generated == whole.tokens_generated
+    begun = [e for e in read_journal(tmp_path) if e["event"] == "begin"]
+    ended_ = [e for e in read_journal(tmp_path) if e["event"] == "end"]
+    assert (len(begun), len(ended_)) == (3, 1)
+    assert loaded.seconds is not None
+    assert loaded.seconds > ended_[0]["seconds"] + 0.02
+
+
+def test_a_stream_that_is_killed_three_times(tmp_path: Path) -> None:
+    def stream(bomb: int) -> Conversation:
+        conv = talk(turns=1).set(shared_context=lambda row: row["topic"], message_hooks=Bomb(bomb))
+        return conv.data(row for row in rows(12))
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            quiet(stream(3), tmp_path, max_batch_size=1)
+    report = quiet(stream(-1), tmp_path)
+    assert [r.row["topic"] for r in report.results.values()] == [f"topic {i}" for i in range(12)]
+    assert len(report.skipped) == 6
+
+
+def test_logs_that_are_closed_at_a_size_are_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turnlog, "LARGEST", 2000)
+    for bomb in (9, 7):
+        with pytest.raises(KeyboardInterrupt):
+            quiet(bombed(bomb)[0], tmp_path, max_batch_size=4)
+    assert len(list((tmp_path / "turns").glob("*.jsonl"))) > 4
+    conv, _ = bombed(-1)
+    asked = logged(tmp_path)
+    report = quiet(conv, tmp_path)
+    assert not asked & set(sent(conv))
+    assert same(report, quiet(bombed(-1)[0], None))
+    again, _ = bombed(-1)
+    further = quiet(again.turns(4), tmp_path, extend=True)  # every file is read again
+    assert further.counts() == {"done": 10, "limit": 0, "failed": 0, "analysis_failed": 0}
+    assert same(further, quiet(bombed(-1)[0].turns(4), None))
+    assert {path for _, path in sent(again)} == {"turn/3", "sample/bob/0"}
