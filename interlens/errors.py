@@ -70,7 +70,7 @@ class WorkerError(InterlensError):
 class Stopped(KeyboardInterrupt):
     """A run was stopped by Ctrl-C after what was under way came to the end of its turns.
 
-    `report` holds what has ended.
+    `report` holds what has ended; with a run folder the same call goes on.
     """
 
     def __init__(self, message: str, report: Any) -> None:

@@ -280,6 +280,19 @@ def import_in_a_new_process() -> tuple[float, list[str]]:
     return float(seconds), heavy
 
 
+def test_conversations_without_a_local_model_need_no_torch() -> None:
+    """Workers and scripts begin in half a second; whoever names a model waits for torch."""
+    code = (
+        "import sys\n"
+        "from interlens import Conversation, RunReport, ScriptedParticipant, run\n"
+        "conv = Conversation([ScriptedParticipant('a', ['x'])], shared_context='y').turns(1)\n"
+        "assert len(conv.rollout(1, progress=False).transcripts()) == 1\n"
+        "print(*sorted({'torch', 'transformers', 'sklearn', 'nnsight'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
 def test_import_is_light() -> None:
     tries = [import_in_a_new_process() for _ in range(5)]
     assert not tries[0][1], f"import interlens loads {', '.join(tries[0][1])}"

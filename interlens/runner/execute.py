@@ -104,7 +104,7 @@ def _executed(
         expected=total if stopped else session.n_jobs,
     )
     if stopped:
-        raise Stopped(f"stopped: {report!r} is in this error's .report; the same call goes on", report)
+        raise Stopped(f"{report!r} is in this error's .report", report)
     return report
 
 

@@ -175,7 +175,7 @@ def test_one_interrupt_lets_turns_end_and_two_end_at_once(tmp_path: Path) -> Non
     os.killpg(child.pid, signal.SIGINT)  # the whole group, as a terminal and a notebook do
     out, err = child.communicate(timeout=20)
     assert "Stopped" in err
-    assert "the same call goes on" in err
+    assert "is in this error's .report" in err
     assert not any(alive(pid) for pid in workers)
     assert not (folder / "owner.lock").exists()
     assert set(lines(tmp_path / "run-told")) == set(index_records(folder))

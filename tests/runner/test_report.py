@@ -277,3 +277,40 @@ def test_everything_in_a_record_is_json(tmp_path: Path) -> None:
     report = quiet(about(talk(turns=1), 2), tmp_path)
     for result in report.results.values():
         assert json.loads(json.dumps(result.record, allow_nan=False)) == result.record
+
+
+def test_a_table_on_disk_and_a_data_set(report: RunReport, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = report.to_parquet(tmp_path / "x.parquet")
+    table = parquet.read_table(path)
+    state = json.loads(table.schema.metadata[b"interlens"])
+    assert (state["complete"], state["jobs"], state["failed"]) == (True, 4, 1)
+    found = table.to_pylist()
+    assert [row["job"] for row in found] == list(report.results)
+    assert [m["content"] for m in found[0]["transcript"]] == [
+        m.content for m in report["row_00000"].transcript
+    ]
+    assert json.loads(found[3]["analysis"]) == {"size": 3, "odd": {"x": 1}}
+    assert "boom" in found[1]["error"]
+    assert "boom" in found[2]["analysis_error"]
+    data = report.to_dataset()
+    assert data[0]["transcript"] == found[0]["transcript"]
+    assert json.loads(data.info.description)["complete"] is True
+    half = RunReport(dict(list(report.results.items())[:2]), expected=4)
+    assert json.loads(half.to_dataset().info.description)["complete"] is False
+
+
+def test_why_a_job_was_begun_again_is_told(tmp_path: Path) -> None:
+    trouble = {"left": 2}
+
+    def flaky(view: Any) -> str:
+        if trouble["left"]:
+            trouble["left"] -= 1
+            raise OSError(f"overloaded {trouble['left']}")
+        return words(view)
+
+    conv = talk(turns=1, script=flaky)
+    for _ in range(3):
+        report = quiet(conv, tmp_path, 1)
+    assert report["rollout_00000"].earlier_errors == ["OSError: overloaded 1", "OSError: overloaded 0"]
+    assert report.frame()["attempts"].tolist() == [3]
