@@ -187,7 +187,7 @@ class SimulatedLink:
         import pickle
 
         if message[0] == "job":
-            job = pickle.loads(message[1]).job
+            job = pickle.loads(message[2]).job
             record = {"v": 2, "id": job.id, "number": job.number, "sample": 0, "tokens": 1, "lineup": 0}
             record |= {"row_digest": "0" * 16, "attempt": 1, "outcome": "done", "analyses": {}}
             self.fleet.say(self, self.fleet._lengths[job.id], ("record", job.id, record_line(record)))

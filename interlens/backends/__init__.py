@@ -17,5 +17,6 @@ def local() -> ModuleType:
 
 
 def local_if_used() -> ModuleType | None:
-    """The module of local models, if a model has been asked for."""
-    return sys.modules.get(_LOCAL)
+    """The module of local models, if a model has been asked for; not while another thread imports it."""
+    module = sys.modules.get(_LOCAL)
+    return None if module is None or getattr(module.__spec__, "_initializing", False) else module

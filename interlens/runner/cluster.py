@@ -37,6 +37,7 @@ _UNREACHABLE = 120.0
 """Seconds after which an actor that is neither dead nor reached is given up."""
 _LONG = 30.0
 """Seconds without room in the cluster after which that is said."""
+_NODE = "its node has died"
 _EACH_TIME = "The actor died unexpectedly before finishing this task."
 _NUMBER = re.compile(r"\t(class_name|actor_id|pid|name|namespace|ip): ")
 
@@ -308,7 +309,7 @@ class RayLink:
             self._again.append((method, args))
             self._unreached_since = self._unreached_since or now
             if self._killed or now - self._unreached_since > _UNREACHABLE:
-                return self._end(_reason(error))
+                return self._end(_reason(error), lost=not self._killed)
             return []
         except Exception as error:
             return self._failed(method, error)
@@ -335,18 +336,18 @@ class RayLink:
             return []
         by_itself = self._killed or getattr(error, "actor_init_failed", False)
         if self._make is None or by_itself or self._tries == _TRIES:
-            return self._end(why)
+            return self._end(why, lost=_NODE in why)
         self._tries += 1
         self._actor = self._make()
         self._ask("pull", 0)
         return []
 
-    def _end(self, why: str) -> list[Message | None]:
+    def _end(self, why: str, *, lost: bool = False) -> list[Message | None]:
         self._why = self._why or why
         self.over = True
         self.kill()
         self.asked.clear()
-        return [None]
+        return [("lost",), None] if lost else [None]
 
     def waits(self, now: float) -> Iterator[Message]:
         """Look after what waits: ask again what did not arrive, and show signs of life for an actor that

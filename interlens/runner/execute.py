@@ -92,8 +92,8 @@ def _executed(
         stopped = session.run(_executor(runnables, settings, limit_of, places, session))
         if store is not None and not stopped:
             store.put_total(session.n_jobs)
-            used = backends.local_if_used()
-            store.put_claims(used.residents() if used is not None else {})
+            if not places.several and (used := backends.local_if_used()) is not None:
+                store.put_claims(used.residents())
     finally:
         if store is not None:
             store.close()

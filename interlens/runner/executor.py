@@ -48,9 +48,9 @@ Source = Iterator[Work | None]
 
 
 class Executor(Protocol):
-    """Runs jobs somewhere; yields them as they end, each durable already."""
+    """Runs jobs somewhere; yields them as they end, each durable already, and `None` while it waits."""
 
-    def run(self, sources: Sequence[Source]) -> Generator[Ended, None, None]: ...
+    def run(self, sources: Sequence[Source]) -> Generator[Ended | None, None, None]: ...
     def drain(self, grace: float) -> None:
         """Begin no job, end those under way at the end of their turn, after `grace` seconds at once."""
         ...
@@ -96,15 +96,20 @@ class LocalExecutor:
         """By lineup, how many of its jobs run; changed by two threads."""
         self._lock = threading.Lock()
         self._run: Run | None = None
+        self._grace: float | None = None
 
-    def run(self, sources: Sequence[Source]) -> Generator[Ended, None, None]:
+    def run(self, sources: Sequence[Source]) -> Generator[Ended | None, None, None]:
         """Pull jobs lazily, at most `limit` alive."""
         run_worker_inits()
         self._exhausted = -1
         tasks = (self._task(w) if w is not None else None for w in self._chained(sources))
         self._run = scheduler().start(tasks, limit=self.limit)
-        with closing(self._run.events()) as events:
+        if self._grace is not None:  # it was asked to stop before it began
+            self.drain(self._grace)
+        with closing(self._run.events(ticks=True)) as events:
             for event in events:
+                if event.kind == "tick":
+                    yield None
                 if event.kind == "failed" and event.error is not None:
                     raise event.error
                 if event.kind == "done":
@@ -115,6 +120,7 @@ class LocalExecutor:
 
     def drain(self, grace: float) -> None:
         """As `Executor.drain`."""
+        self._grace = grace
         if self._run is not None:
             scheduler().drain(self._run, grace)
 

@@ -62,7 +62,9 @@ class Session:
         try:
             with interrupts, closing(executor.run(sources)) as jobs:
                 for ended in jobs:
-                    self._count(ended)
+                    if ended is not None:
+                        self._count(ended)
+                    self._line.show(self.tally)
         finally:
             self._line.show(self.tally, last=True)
         return interrupts.asked
@@ -139,7 +141,6 @@ class Session:
                 ended.id, restore=restore, record=ended.record, live=ended.live
             )
         self.tally.count(ended.outcome)
-        self._line.show(self.tally)
         event = {"kind": "job", "id": ended.id, "outcome": ended.outcome}
         self.tell(event | {"done": self.tally.finished, "total": self.total})
 

@@ -5,6 +5,7 @@ that died is run again, alone, from its log; if it ends its worker then, too, it
 not begun are never blamed. This is the only writer of the run folder.
 """
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from interlens.errors import WorkerError
+from interlens.errors import StoreError, WorkerError
 from interlens.request import BackendSpec
 from interlens.runner.executor import Ended, Source, Work
 from interlens.runner.fleet import Fleet, Link
@@ -23,6 +24,8 @@ from interlens.runner.store import Put, RunStore
 from interlens.runner.turnlog import read_log
 from interlens.runner.wire import Message
 
+LOSSES = 3
+"""How often a job may be in a worker that was lost with its machine before it is a suspect."""
 BARREN = 3
 """Deaths in a row without a job that ended or could be blamed, after which the run ends."""
 STARTING, LOADING = 600.0, 3600.0
@@ -63,6 +66,8 @@ class Worker:
     """Why it gave up, in its own words."""
     stuck: tuple[str, str] | None = None
     """Why it was killed, and what it was doing."""
+    lost: bool = False
+    """Whether its machine went with it: nothing that ran there is to blame."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +107,8 @@ class Supervisor:
         """Set when the run is to end at the end of turns: seconds for it."""
         self._deadline = math.inf
         self._unsaid: list[tuple[Put, Ended]] = []
+        self.claims: dict[str, Any] = {}
+        """What the models in workers claim: whether rows are exact, and why not."""
 
     def run(self, asked_to_drain: Callable[[], float | None]) -> None:
         """Until no job is left, or the run is ended."""
@@ -116,6 +123,7 @@ class Supervisor:
             self._acknowledge()
             self._look_at_clocks()
         self._stop()
+        self.store.put_claims(self.claims)
 
     def _over(self) -> bool:
         if self.grace is not None:
@@ -209,7 +217,7 @@ class Supervisor:
         if not sees_folder:
             names = [entry["captures"] for entry in entries if "captures" in entry]
             files = {name: self.store.read_file(name).read_bytes() for name in names}
-        return "job", bytes(cloudpickle.dumps(work.attempt)), entries, files
+        return "job", work.attempt.job.id, bytes(cloudpickle.dumps(work.attempt)), entries, files
 
     def _lineups(self) -> set[int]:
         """The lineups of jobs that are somewhere."""
@@ -254,6 +262,15 @@ class Supervisor:
         self._unsaid.append((put, Ended(slot=flight.work.slot, id=job, outcome=outcome, put=put)))
         self.barren = 0
 
+    def _on_refused(self, worker: Worker, job: str, error: Mapping[str, str]) -> None:
+        work = worker.flights.pop(job).work
+        self._give_up(
+            work, "Unsendable", f"{job} cannot be read by a worker: {error['message']}", error["traceback"]
+        )
+
+    def _on_claims(self, worker: Worker, claims: Mapping[str, Any]) -> None:
+        self.claims.update(claims)
+
     def _on_analysing(self, worker: Worker, job: str, name: str | None) -> None:
         if (flight := worker.flights.get(job)) is not None:
             flight.analysing = name
@@ -267,6 +284,9 @@ class Supervisor:
 
     def _on_broken(self, worker: Worker, error: Mapping[str, str]) -> None:
         worker.verdict = error
+
+    def _on_lost(self, worker: Worker) -> None:
+        worker.lost = True
 
     def _acknowledge(self) -> None:
         """One sync for all that came; then they are told."""
@@ -287,7 +307,7 @@ class Supervisor:
             return
         flights = list(worker.flights.values())
         why = self._why(worker)
-        blamed = [] if worker.verdict is not None else [f for f in flights if f.begun]
+        blamed = [] if worker.verdict is not None else [f for f in flights if self._suspect(f, worker)]
         for flight in reversed([f for f in flights if f not in blamed]):
             self.waiting.back(self._again(flight))
         what = {"place": worker.place, "why": why, "jobs": [f.work.attempt.job.id for f in blamed]}
@@ -299,7 +319,7 @@ class Supervisor:
             for flight in blamed:
                 again = self._again(flight)
                 self.suspects.append(replace(again, attempt=replace(again.attempt, quarantined=True)))
-        self.barren = 0 if blamed else self.barren + 1
+        self.barren = 0 if blamed else self.barren + (not worker.lost)
         if self.barren >= BARREN:
             told = worker.verdict["traceback"] if worker.verdict is not None else why
             raise WorkerError(
@@ -307,6 +327,9 @@ class Supervisor:
             )
         if not self._over():
             self._start(worker.place)
+
+    def _suspect(self, flight: Flight, worker: Worker) -> bool:
+        return flight.begun and (not worker.lost or flight.work.attempt.number >= LOSSES)
 
     def _again(self, flight: Flight) -> Work:
         """The job of a flight, to be run once more from where its log ends."""
@@ -336,7 +359,8 @@ class Supervisor:
             broken = {**again.attempt.broken, flight.analysing: error}
             self.suspects.appendleft(replace(again, attempt=replace(again.attempt, broken=broken)))
             return
-        self._give_up(flight.work, "WorkerDied", text, stack, quarantined=True)
+        work = replace(flight.work, log=self._again(flight).log)
+        self._give_up(work, "WorkerDied", text, stack, quarantined=True)
         while self.suspects:
             work = self.suspects.pop()
             self.waiting.back(replace(work, attempt=replace(work.attempt, quarantined=False)))
@@ -345,7 +369,10 @@ class Supervisor:
         error = {"type": "interlens.errors.WorkerError", "message": text, "traceback": stack}
         attempt: Attempt = work.attempt
         self.store.note("given up", job=attempt.job.id, why=text)
-        record = given_up(attempt, reason, error, device=None, **more)
+        spent = 0
+        with contextlib.suppress(OSError, StoreError):
+            spent = sum(e["value"].get("n_tokens", 0) for e in work.log() if e.get("kind") == "generate")
+        record = given_up(attempt, reason, error, device=None, **more) | {"tokens": spent}
         put = self.store.put_record_line(attempt.job.id, record_line(record))
         self._unsaid.append((put, Ended(slot=work.slot, id=attempt.job.id, outcome="failed", put=put)))
 

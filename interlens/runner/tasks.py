@@ -37,7 +37,7 @@ class Event:
     """Something a waiting caller is told: a task ended, or text came."""
 
     kind: str
-    """`done`, `failed`, `delta`, `end` or `broken`."""
+    """`done`, `failed`, `delta`, `tick`, `end` or `broken`."""
     task: str = ""
     value: Any = None
     error: BaseException | None = None
@@ -113,14 +113,18 @@ class Run:
 
     # -- the caller's side
 
-    def events(self) -> Generator[Event, None, None]:
-        """Everything that happens, until the run ends; leaving early cancels what is alive."""
+    def events(self, *, ticks: bool = False) -> Generator[Event, None, None]:
+        """Everything that happens, until the run ends; leaving early cancels what is alive. With `ticks` also
+        that nothing has happened for a moment.
+        """
         ended = False
         try:
             while not ended:
                 try:
                     item = self._told.get(timeout=0.2)
                 except queue.Empty:
+                    if ticks:
+                        yield Event("tick")
                     continue
                 if not isinstance(item, Event):
                     item()

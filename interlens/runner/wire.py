@@ -1,9 +1,9 @@
 """What supervisor and workers say to each other: plain tuples, the first item says what it is.
 
 To a worker: `setup` (once, what to run), `job`, `over` (no job of a lineup is left), `drain`, `stop`.
-From a worker: `ready`, `begun`, `entry`, `file`, `record`, `analysing`, `beat`, `broken`.
-User's objects cross as bytes of cloudpickle inside, errors as text: nothing that a worker says can fail to be
-read.
+From a worker: `ready`, `begun`, `refused`, `entry`, `file`, `record`, `analysing`, `claims`, `beat`,
+`broken`. User's objects cross as bytes of cloudpickle inside, errors as text: nothing that a worker says can
+fail to be read. A fleet itself may say `lost`: the worker's machine went with it.
 """
 
 from collections.abc import Callable

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from interlens import backends
 from interlens.runner.analyzers import register_worker_init
 from interlens.runner.desk import Desk, Save
 from interlens.runner.executor import LocalExecutor, Work
@@ -68,6 +69,11 @@ class WorkerDesk(Desk):
 
     def read_file(self, name: str) -> Path:
         return self._sent.get(name, self.folder / name)
+
+    def close(self) -> None:
+        """Remove what was sent here: a process that ends at once does not."""
+        if self._own is not None:
+            self._own.cleanup()
 
     def put_entry_line(self, job: str, line: bytes) -> None:
         self.channel.send(("entry", job, line))
@@ -151,8 +157,13 @@ def serve(channel: Channel, setup_bytes: bytes) -> int:
         channel.send(("ready", desk.sees))
         _thread(partial(_listen, channel, desk, executor, feed), "interlens-listen")
         _thread(partial(_beat, channel, spent), "interlens-beat")
+        claims: dict[str, Any] = {}
         for _ in executor.run([feed]):
-            pass
+            used = backends.local_if_used()
+            if used is not None and used.residents() != claims:
+                claims = used.residents()
+                channel.send(("claims", claims))
+        desk.close()
     except BaseException as error:
         channel.send(("broken", error_record(error)))
         return BROKEN
@@ -171,9 +182,12 @@ def _listen(channel: Channel, desk: WorkerDesk, executor: LocalExecutor, feed: F
 
 def _obey(message: Message, desk: WorkerDesk, executor: LocalExecutor, feed: Feed) -> None:
     if message[0] == "job":
-        _, attempt, entries, files = message
-        desk.take_files(files)
-        feed.put(Work(slot=0, attempt=pickle.loads(attempt), log=lambda: entries))
+        _, job, attempt, entries, files = message
+        try:
+            desk.take_files(files)
+            feed.put(Work(slot=0, attempt=pickle.loads(attempt), log=lambda: entries))
+        except Exception as error:  # the row of data: this job's, and nobody else's
+            desk.channel.send(("refused", job, error_record(error)))
     elif message[0] == "over":
         executor.needs.over(message[1])
     elif message[0] == "drain":

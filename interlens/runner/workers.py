@@ -44,7 +44,7 @@ class PoolExecutor:
         self._grace: float | None = None
         self._aborted = False
 
-    def run(self, sources: Sequence[Source]) -> Generator[Ended, None, None]:
+    def run(self, sources: Sequence[Source]) -> Generator[Ended | None, None, None]:
         """Until no job is left; leaving early ends the workers at once."""
         self._packed("", None)  # what cannot be sent is said before anything starts
         fleet = self._fleet()
@@ -71,6 +71,7 @@ class PoolExecutor:
                 try:
                     ended = self._told.get(timeout=0.2)()
                 except queue.Empty:
+                    yield None
                     continue
                 except StopIteration:
                     return

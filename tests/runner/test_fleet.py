@@ -40,7 +40,7 @@ def test_a_worker_that_dies_while_it_is_sent_much_blocks_nobody(tmp_path: Path) 
         os.kill(links[0].process.pid or 0, signal.SIGSTOP)  # it listens no more
         began = time.monotonic()
         for _ in range(3):
-            links[0].send(("job", b"x" * 50_000_000, [], {}))
+            links[0].send(("job", "a", b"x" * 50_000_000, [], {}))
         assert time.monotonic() - began < 5
         os.kill(links[0].process.pid or 0, signal.SIGKILL)
         until(fleet, None, within=5)

@@ -20,7 +20,7 @@ import interlens
 from interlens import Conversation, FunctionParticipant, RunReport, ScriptedParticipant
 from interlens.errors import ParticipantError, WorkerError
 from interlens.runner.store import read_journal
-from tests.runner.talk import about, essence, rows, talk, words
+from tests.runner.talk import about, essence, logged, rows, talk, words
 
 TWO = ["cpu", "cpu"]
 
@@ -109,19 +109,23 @@ def test_many_lineups_in_one_pool() -> None:
 
 
 def test_a_run_goes_on_with_any_number_of_workers(tmp_path: Path) -> None:
-    """Begun by two, killed, gone on with by one, killed, ended by three: nothing is asked twice."""
-    asked = tmp_path / "asked"
+    """Begun by two, stopped, gone on with by one, stopped, ended by three: what was logged is not asked again."""
+    folder = tmp_path / "run"
 
-    def speak(view: Any) -> str:
-        with open(asked, "a") as file:
-            file.write(f"{row_of(view)} {len(view.messages)}\n")
-        return words(view)
+    def hooked(stage: int) -> Conversation:
+        asked = tmp_path / f"asked-{stage}"
+        asked.touch()
 
-    def hooked(limit: int) -> Conversation:
+        def speak(view: Any) -> str:
+            with open(asked, "a") as file:
+                file.write(f"{row_of(view)} {len(view.messages) - 1}\n")
+            return words(view)
+
         people = [FunctionParticipant(name, speak, version="1") for name in ("ada", "bob")]
         return about(Conversation(people).turns(4), 24)
 
-    for devices, stop_after in ((TWO, 6), (None, 14)):
+    known: set[str] = set()
+    for stage, (devices, stop_after) in enumerate(((TWO, 6), (None, 14), (["cpu"] * 3, 99))):
         told: list[Any] = []
 
         def watch(event: Any, told: list[Any] = told, stop_after: int = stop_after) -> None:
@@ -129,17 +133,20 @@ def test_a_run_goes_on_with_any_number_of_workers(tmp_path: Path) -> None:
             if len(told) == stop_after:
                 raise OSError("enough")
 
-        with pytest.raises(OSError, match="enough"):
-            pooled(hooked(0), devices=devices, out_dir=tmp_path / "run", on_event=watch, max_batch_size=2)
-    report = pooled(hooked(0), devices=["cpu"] * 3, out_dir=tmp_path / "run")
+        options = {"devices": devices, "out_dir": folder, "on_event": watch, "max_batch_size": 2}
+        if stop_after < 24:
+            with pytest.raises(OSError, match="enough"):
+                pooled(hooked(stage), **options)
+        else:
+            report = pooled(hooked(stage), **options)
+        asked = (tmp_path / f"asked-{stage}").read_text().split("\n")[:-1]
+        assert len(asked) == len(set(asked))
+        assert not known & set(asked)
+        known = {f"{job} {path.split('/')[1]}" for job, path in logged(folder, "call")}
+    assert len(known) == 24 * 4
     assert report.complete
     assert not report.failed
-    lines = asked.read_text().split("\n")[:-1]
-    assert len(set(lines)) == 24 * 4
-    assert len(lines) - len(set(lines)) <= 8  # asked and not answered when it was stopped
-    assert [r.transcript for r in report.results.values()] == [
-        r.transcript for r in alone(hooked(0)).results.values()
-    ]
+    assert report.transcripts() == alone(hooked(9)).transcripts()
 
 
 # -- trouble
@@ -429,3 +436,69 @@ def test_participants_that_fail_fail_their_job_alone() -> None:
     report = pooled(about(Conversation(people).turns(2), 5))
     assert report.failed == ["row_00002"]
     assert "overloaded" in str(report["row_00002"].error)
+
+
+class Unreadable:
+    """Can be sent, and cannot be read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_a_row_that_a_worker_cannot_read_is_its_own_failure() -> None:
+    data = [{"topic": "a", "x": Unreadable()}, {"topic": "b", "x": 1}, {"topic": "c", "x": 1}]
+    report = pooled(talk(turns=1).data(data))
+    assert report.failed == ["row_00000"]
+    assert "cannot be read by a worker: invalid literal" in str(report["row_00000"].error)
+
+
+def test_models_in_workers(tmp_path: Path) -> None:
+    """The same tokens and activations as here; the manifest says what the models claim."""
+    torch = pytest.importorskip("torch")
+    people = [
+        interlens.AutoModelParticipant.from_pretrained("tiny", name=name, max_new_tokens=10) for name in "ab"
+    ]
+    conv = Conversation(people, shared_context="Hello.").turns(3)
+    conv = conv.hook(interlens.Capture(layers=(0, 1), span=interlens.Span(phase="generated")))
+    here, there = alone(conv, 6, seed=3), pooled(conv, 6, seed=3, out_dir=tmp_path)
+    assert there.transcripts() == here.transcripts()
+    found = [r.activations(site="resid_post.1") for r in (here, there, RunReport.load(tmp_path))]
+    assert all(torch.equal(f.tensor, found[0].tensor) for f in found)
+    assert all(f.frame().equals(found[0].frame()) for f in found)
+    assert json.loads((tmp_path / "manifest.json").read_text())["models"]["tiny"]["exact"] is True
+    assert {r.device for r in there.results.values()} == {"cpu#0", "cpu#1"}
+
+
+def test_a_model_that_does_not_load_ends_the_run_and_keeps_what_was_done(tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    torch = pytest.importorskip("torch")
+    from interlens.engine.load import tiny
+
+    model, tokenizer = tiny()
+    model.save_pretrained(broken)
+    tokenizer.save_pretrained(broken)
+    [weights] = broken.glob("*.safetensors")
+    data = weights.read_bytes()
+    weights.write_bytes(data[:100])
+    assert torch is not None
+    people = [interlens.AutoModelParticipant.from_pretrained(str(broken), name="a", max_new_tokens=4)]
+    conv = Conversation(people, shared_context="Hello.").turns(1)
+    with pytest.raises(WorkerError, match=r"3 workers in a row(.|\n)*did not load"):
+        pooled(conv, 40, out_dir=tmp_path / "run", max_batch_size=2)
+    with pytest.raises(interlens.errors.ModelError, match="did not load"):
+        alone(conv, 40, out_dir=tmp_path / "run")
+    assert len(RunReport.load(tmp_path / "run")) == 0
+    weights.write_bytes(data)
+    assert pooled(conv, 40, out_dir=tmp_path / "run").counts()["done"] == 40
+
+
+def test_the_line_moves_while_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    from interlens.runner.progress import Line
+
+    monkeypatch.setattr(Line, "show", lambda self, tally, last=False: shown.append(tally.line()))
+    slow = Conversation(
+        [FunctionParticipant("a", lambda view: str(time.sleep(1)))], shared_context="x"
+    ).turns(1)
+    alone(slow, 1)
+    assert len(shown) >= 4

@@ -81,11 +81,11 @@ class Device:
 
     def send(self, message: Any) -> None:
         if message[0] == "job":
-            attempt = pickle.loads(message[1])
+            attempt = pickle.loads(message[2])
             self.holds += 1
             self.most = max(self.most, self.holds)
             self.got.append((attempt.job.id, self.holds))
-            for after, said in self.fleet.says(self, attempt, message[2]):
+            for after, said in self.fleet.says(self, attempt, message[3]):
                 self.fleet.say(self, after, said)
                 self.holds -= said is not None and said[0] == "record"
         elif message[0] == "stop":
