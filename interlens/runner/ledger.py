@@ -16,13 +16,13 @@ from typing import Any
 
 from interlens.errors import StoreError
 from interlens.message import untagged
-from interlens.runner.lines import encoded, whole_lines
+from interlens.runner.lines import encoded
 
-_BLOCK = 4096
-_HEAD = re.compile(
-    rb'\{"head": \{"id": "((?:[^"\\]|\\.)*)", "number": (\d+), "sample": (\d+), "tokens": (\d+), '
-    rb'"row_digest": "([0-9a-f]{16})", "kind": '
-)
+_BLOCK = 8 << 20
+"""Bytes of lines that are read at once."""
+_AFTER_ID = rb'", "number": (\d+), "sample": (\d+), "tokens": (\d+), "row_digest": "([0-9a-f]{16})", "kind": '
+_PLAIN = re.compile(rb'\{"head": \{"id": "([^"\\]*)' + _AFTER_ID)
+_ESCAPED = re.compile(rb'\{"head": \{"id": "((?:[^"\\]|\\.)*)' + _AFTER_ID)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,58 +112,61 @@ class Ledger(Mapping[str, Place]):
 
     def add_line(self, line: bytes, file: int, offset: int) -> int:
         """Add the record of a line; return its row."""
-        self._add(file, [(offset, line)])
+        self._add(file, [offset], [line])
         return len(self._offsets) - 1
 
     def add_file(self, path: Path) -> None:
-        """Add every record of a file."""
-        number, lines = self.file_number(path), whole_lines(path)
-        while block := [(offset, line) for offset, line in itertools.islice(lines, _BLOCK)]:
-            self._add(number, block)
+        """Add every record of a file; a line without an end is not there yet."""
+        number, offset = self.file_number(path), 0
+        with open(path, "rb") as file:
+            while lines := file.readlines(_BLOCK):
+                offsets = list(itertools.accumulate(map(len, lines), initial=offset))
+                offset = offsets.pop()
+                if not lines[-1].endswith(b"\n"):
+                    del lines[-1], offsets[-1]
+                self._add(number, offsets, lines)
 
-    def _add(self, file: int, lines: Sequence[tuple[int, bytes]]) -> None:
-        heads = [_HEAD.match(line) for _, line in lines]
+    def _add(self, file: int, offsets: Sequence[int], lines: Sequence[bytes]) -> None:
+        if not lines:
+            return
+        heads = [_PLAIN.match(line) or _ESCAPED.match(line) for line in lines]
         try:
-            ids, numbers, samples, tokens, digests = zip(*(head.groups() for head in heads), strict=True)  # type: ignore[union-attr]
+            found = [head.groups() for head in heads]  # type: ignore[union-attr]
             starts = [head.end() for head in heads]  # type: ignore[union-attr]
-            kinds = [line[a : line.index(b'}, "v": ', a)] for (_, line), a in zip(lines, starts, strict=True)]
+            kinds = [line[a : line.index(b'}, "v": ', a)] for line, a in zip(lines, starts, strict=True)]
         except (AttributeError, ValueError):
-            raise self._first_bad(file, lines) from None
-        end = len(self._ids)
+            raise self._first_bad(file, offsets, lines) from None
+        ids, numbers, samples, tokens, digests = zip(*found, strict=True)
+        self._id_ends.extend(itertools.accumulate(map(len, ids[1:]), initial=len(self._ids) + len(ids[0])))
         self._ids += b"".join(ids)
-        self._id_ends.extend(itertools.accumulate(map(len, ids[1:]), initial=end + len(ids[0])))
         self._numbers.extend(map(int, numbers))
         self._samples.extend(map(int, samples))
         self._tokens.extend(map(int, tokens))
         self._digests.extend([int(digest, 16) for digest in digests])
         known = self._kind_numbers
-        self._kinds.extend(
-            [
-                known[kind] if kind in known else self._new_kind(kind, file, offset)
-                for kind, (offset, _) in zip(kinds, lines, strict=True)
-            ]
-        )
+        for kind, offset in zip(kinds, offsets, strict=True):
+            if kind not in known:
+                self._new_kind(kind, file, offset)
+        self._kinds.extend([known[kind] for kind in kinds])
         self._files.extend(itertools.repeat(file, len(lines)))
-        self._offsets.extend([offset for offset, _ in lines])
-        self._lengths.extend([len(line) for _, line in lines])
+        self._offsets.extend(offsets)
+        self._lengths.extend(map(len, lines))
         self._dead.extend(bytes(len(lines)))
 
-    def _new_kind(self, text: bytes, file: int, offset: int) -> int:
+    def _new_kind(self, text: bytes, file: int, offset: int) -> None:
         try:
             kind = Kind(**json.loads(text))
         except (ValueError, TypeError) as error:
             raise _damaged(self.files[file], offset, str(error)) from None
-        number = self._kind_numbers[text] = len(self.kinds)
+        self._kind_numbers[text] = len(self.kinds)
         self.kinds.append(kind)
-        return number
 
-    def _first_bad(self, file: int, lines: Sequence[tuple[int, bytes]]) -> StoreError:
-        offset = 0
-        for offset, line in lines:  # noqa: B007  the last one is named
-            head = _HEAD.match(line)
+    def _first_bad(self, file: int, offsets: Sequence[int], lines: Sequence[bytes]) -> StoreError:
+        for offset, line in zip(offsets, lines, strict=True):
+            head = _ESCAPED.match(line)
             if head is None or line.find(b'}, "v": ', head.end()) < 0:
-                break
-        return _damaged(self.files[file], offset, "it does not begin as a record does")
+                return _damaged(self.files[file], offset, "it does not begin as a record does")
+        raise AssertionError("every line is a record")
 
     def settle(self) -> "Ledger":
         """Of several records of one job let the best count: what ended well beats a failure, then the later
@@ -223,7 +226,7 @@ class Ledger(Mapping[str, Place]):
     def names(self, row: int, id: str) -> bool:
         """Whether a row is of this job."""
         raw = self._id(row)
-        return raw == id.encode() if id.isascii() and b"\\" not in raw else _text(raw) == id
+        return _text(raw) == id if b"\\" in raw else raw == id.encode("utf-8", "surrogatepass")
 
     def tokens(self, row: int) -> int:
         """Tokens that the job's models generated."""
@@ -237,15 +240,14 @@ class Ledger(Mapping[str, Place]):
         start = self._id_ends[row - 1] if row else 0
         return bytes(self._ids[start : self._id_ends[row]])
 
-    def rows(self) -> list[int]:
+    def rows(self) -> "array[int]":
         """The rows that count, in the order of lineups, jobs and samples."""
         import numpy
 
         lineups = numpy.array([kind.lineup for kind in self.kinds] or [0])[_numbers(self._kinds)]
         order = numpy.lexsort((_numbers(self._samples), _numbers(self._numbers), lineups))
         dead = numpy.frombuffer(bytes(self._dead), dtype=bool)
-        found: list[int] = order[~dead[order]].tolist()
-        return found
+        return array("I", order[~dead[order]].astype("uint32").tobytes())
 
     # -- reading by id
 
@@ -266,7 +268,7 @@ class Ledger(Mapping[str, Place]):
 
     def finder(self) -> "Finder":
         """Finds rows of jobs that are asked for in their order, in no time."""
-        return Finder(self, self.rows())
+        return Finder(self)
 
     def index(self) -> tuple[Any, Any]:
         """Make all rows so far findable by id; those that are added later need it again."""
@@ -293,17 +295,18 @@ class Ledger(Mapping[str, Place]):
 
 
 class Finder:
-    """Walks along the records of one lineup as its jobs are pulled."""
+    """Walks along the records as jobs are pulled."""
 
-    def __init__(self, ledger: Ledger, rows: Sequence[int]) -> None:
-        self._ledger, self._rows, self._at = ledger, rows, 0
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger, self._rows, self._at = ledger, ledger.rows(), 0
+        self._lineups = [kind.lineup for kind in ledger.kinds]
 
     def find(self, lineup: int, number: int, sample: int, id: str) -> int | None:
         """The row of a job; asked in ascending order of lineup, number and sample, else it takes longer."""
         ledger, wanted = self._ledger, (lineup, number, sample)
         while self._at < len(self._rows):
             row = self._rows[self._at]
-            here = ledger.kind(row).lineup, ledger._numbers[row], ledger._samples[row]
+            here = (self._lineups[ledger._kinds[row]], ledger._numbers[row], ledger._samples[row])
             if here > wanted:
                 break
             self._at += 1

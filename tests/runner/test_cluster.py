@@ -4,12 +4,14 @@ What supervisor and actor say to each other is tested without Ray; the rest on t
 (`-m ray`).
 """
 
+import contextlib
 import importlib
 import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -25,11 +27,11 @@ import pytest
 import interlens
 from interlens import AutoModelParticipant, Capture, Conversation, FunctionParticipant, RunReport
 from interlens.errors import Stopped, WorkerError
-from interlens.runner import analyzers, cluster, worker
+from interlens.runner import analyzers, cluster, worker, workers
 from interlens.runner.cluster import Inside, RayFleet, RayLink, Room, rooms
 from interlens.runner.store import RunStore, read_journal
 from interlens.runner.supervisor import Supervisor
-from tests.runner.talk import about, essence, talk, words
+from tests.runner.talk import about, essence, logged, talk, words
 
 ROOT = Path(__file__).parents[2]
 
@@ -168,7 +170,7 @@ def test_a_worker_waits_while_nobody_fetches_what_it_says(monkeypatch: pytest.Mo
 def test_an_actor_that_ray_loses_before_it_begins_is_asked_for_again() -> None:
     ray = FakeRay()
     makes: list[int] = []
-    lost = failing(ray, RuntimeError("The actor died because its node has died."))
+    lost = failing(ray, RuntimeError("The actor died because its node has died. Node Id: 12"))
 
     def make() -> Any:
         makes.append(1)
@@ -176,7 +178,7 @@ def test_an_actor_that_ray_loses_before_it_begins_is_asked_for_again() -> None:
 
     link = RayLink(ray, "ray#0", "1 CPU", make, 0.0)
     ends = [link.take(next(iter(link.asked)), 0.0) for _ in range(3)]
-    assert ends == [[], [], [None]]
+    assert ends == [[], [], [("lost",), None]]
     assert len(makes) == 3
     assert "its node has died" in link.obituary()
     link = RayLink(ray, "ray#0", "1 CPU", failing(ray, Broken("No module named 'interlens'")), 0.0)
@@ -212,7 +214,7 @@ def test_an_actor_that_is_never_reached_again_is_given_up() -> None:
         out += [message for ref in list(link.asked) for message in link.take(ref, now)]
         now += 2.0
         list(link.waits(now))
-    assert out == [None]
+    assert out == [("lost",), None]
     assert 215 < now < 230
     assert link.obituary() == "RPC error"
 
@@ -385,16 +387,19 @@ def test_a_connection_that_is_there_is_used_and_left(nodes: Any, tmp_path: Path)
 
 @pytest.mark.ray
 def test_a_run_goes_on_here_and_there(nodes: Any, tmp_path: Path) -> None:
-    """Begun in this process, gone on with in the cluster, ended here: nothing is asked twice."""
-    asked = tmp_path / "asked"
+    """Begun in this process, gone on with in the cluster, ended here: what is logged is not asked again."""
+    asked, run = tmp_path / "asked", tmp_path / "run"
 
     def speak(view: Any) -> str:
         with open(asked, "a") as file:
-            file.write(f"{view.messages[0]['content']} {len(view.messages)}\n")
+            file.write(f"{view.messages[0]['content'].split()[3][:-1]} turn/{len(view.messages) - 1}\n")
+        time.sleep(0.01)
         return words(view)
 
     conv = about(speakers(speak).turns(4), 24)
-    for devices, stop_after in ((None, 6), ("ray", 9), (None, 4)):
+    for devices, stop_after in ((None, 6), ("ray", 9), (None, 99)):
+        known = {f"{job} {path}" for job, path in logged(run)} if run.exists() else set()
+        asked.write_text("")
         told: list[Any] = []
 
         def watch(event: Any, told: list[Any] = told, stop_after: int = stop_after) -> None:
@@ -402,17 +407,16 @@ def test_a_run_goes_on_here_and_there(nodes: Any, tmp_path: Path) -> None:
             if len(told) == stop_after:
                 raise OSError("enough")
 
-        with pytest.raises(OSError, match="enough"):
-            alone(conv, devices=devices, out_dir=tmp_path / "run", on_event=watch, max_batch_size=2)
-    report = clustered(conv, out_dir=tmp_path / "run")
+        with contextlib.suppress(OSError):
+            report = alone(conv, devices=devices, out_dir=run, on_event=watch, max_batch_size=2)
+        now = asked.read_text().split("\n")[:-1]
+        assert len(now) >= 24
+        assert len(now) == len(set(now))
+        assert not known & set(now)
     assert report.complete
-    assert not report.failed
-    lines = asked.read_text().split("\n")[:-1]
-    assert len(set(lines)) == 24 * 4
-    assert len(lines) - len(set(lines)) <= 8  # asked and not answered when it was stopped
     said = [r.transcript for r in report.results.values()]
     assert said == [r.transcript for r in alone(conv).results.values()]
-    assert {"ray#0", "default"} <= places(report)
+    assert {place[:4] for place in places(report)} == {"ray#", "defa"}
 
 
 @pytest.mark.ray
@@ -449,11 +453,11 @@ def test_a_node_that_dies_takes_nothing_with_it_and_one_that_comes_is_used(
 ) -> None:
     third = [nodes.add_node(node_ip_address="127.0.0.4", **SMALL)]
     ended: list[str] = []
-    marks: dict[str, float] = {}
+    marks: dict[str, Any] = {}
 
     def watch(event: Any) -> None:
         if event["kind"] == "died":
-            marks["told"] = time.monotonic()
+            marks["told"], marks["at"] = time.monotonic(), len(ended)
             third.append(nodes.add_node(node_ip_address="127.0.0.4", **SMALL))
             return
         ended.append(event["id"])
@@ -470,10 +474,11 @@ def test_a_node_that_dies_takes_nothing_with_it_and_one_that_comes_is_used(
     assert marks["told"] - marks["killed"] < 20
     [death] = deaths(tmp_path)
     assert "its node has died" in death["why"]
-    assert 0 < len(death["jobs"]) <= 3
-    assert {job for job, r in report.results.items() if r.attempts > 1} == set(death["jobs"])
-    late = [job for job, r in report.results.items() if r.device == death["place"]]
-    assert set(late) - set(ended[: ended.index(max(death["jobs"]))]), "the new node was given nothing"
+    assert death["jobs"] == []  # nobody is to blame, so nobody is run alone
+    again = {job for job, r in report.results.items() if r.attempts > 1}
+    assert 0 < len(again) <= 3
+    late = {job for job, r in report.results.items() if r.device == death["place"]}
+    assert late & set(ended[marks["at"] :]) - again, "the new node was given nothing"
 
 
 @pytest.mark.ray
@@ -522,12 +527,16 @@ def test_a_job_that_hangs_is_ended_with_its_stack(nodes: Any, tmp_path: Path) ->
     assert "hang_here" in str(report["row_00003"].error)
 
 
+def own_folders() -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob("interlens-worker-*"))
+
+
 @pytest.mark.ray
 def test_captures_come_back_from_where_the_folder_is_not_seen(
     nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker dies in between: what its successor reads of the log, it is sent."""
-    mark, files = tmp_path / "mark", list[str]()
+    mark, files, before = tmp_path / "mark", list[str](), set(own_folders())
     kept = Supervisor._on_file
 
     def on_file(self: Supervisor, worker: Any, name: str, data: bytes) -> None:
@@ -557,7 +566,9 @@ def test_captures_come_back_from_where_the_folder_is_not_seen(
         assert (one == two).all()
     assert sum(name.startswith("activations/") for name in files) == 4
     assert sum(name.startswith("turns/") for name in files) >= 16
-    assert len(set(files)) == len(files)  # no turn that was logged was taken again
+    first = [name for name in files if "turn_0" in name]
+    assert len(first) == 4  # no turn that was logged was taken again
+    assert len(set(own_folders()) - before) <= 1  # only who was killed left what it was sent
 
 
 @pytest.mark.ray
@@ -573,6 +584,27 @@ def test_workers_that_cannot_begin_end_the_run_with_their_own_words(nodes: Any, 
         analyzers._INITS.remove(init)
     assert "the probe is not on this disk" in str(error.value)
     assert "Traceback" in str(error.value)
+
+
+@pytest.mark.ray
+def test_each_gpu_has_an_actor_that_sees_no_other(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this machine lacks is only claimed: Ray tells each actor which one is its own."""
+
+    def seen(c: Conversation) -> list[str | None]:
+        time.sleep(0.5)  # until the other one has begun
+        return [os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")]
+
+    conv = talk(turns=1).analyzer(seen)
+    extra = nodes.add_node(node_ip_address="127.0.0.5", **SMALL | {"num_gpus": 2, "num_cpus": 6})
+    try:
+        plainly = clustered(conv, 4, max_batch_size=1)
+        monkeypatch.setattr(workers, "RayFleet", lambda **_: RayFleet(accelerators=True))
+        with_models = clustered(conv, 16, max_batch_size=1)
+    finally:
+        nodes.remove_node(extra)
+    assert {tuple(told) for told in with_models.analyses().values()} == {("0", "3"), ("1", "3")}
+    assert places(with_models) == {"ray#0", "ray#1"}
+    assert not {"0", "1"} & {told[0] for told in plainly.analyses().values()}
 
 
 @pytest.mark.ray
@@ -650,4 +682,4 @@ def test_no_actor_outlives_its_driver_and_the_run_goes_on(nodes: Any, tmp_path: 
     assert Stopped.__name__ in err, (out, err)
     until(lambda: not any(alive(pid) for pid in spoke(folder)), within=15)
     out, err = program(folder, 60).communicate(timeout=60)
-    assert out == "RunReport(60 jobs: 60 done, 0 after more than one attempt)\n" or "60 done" in out, err
+    assert "RunReport(60 jobs: 60 done" in out, err

@@ -109,7 +109,7 @@ def test_many_lineups_in_one_pool() -> None:
 
 
 def test_a_run_goes_on_with_any_number_of_workers(tmp_path: Path) -> None:
-    """Begun by two, stopped, gone on with by one, stopped, ended by three: what was logged is not asked again."""
+    """Begun by two, stopped, gone on with by one, stopped, ended by three: nothing logged is asked again."""
     folder = tmp_path / "run"
 
     def hooked(stage: int) -> Conversation:
@@ -502,3 +502,39 @@ def test_the_line_moves_while_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> N
     ).turns(1)
     alone(slow, 1)
     assert len(shown) >= 4
+
+
+def test_a_budget_around_the_call_reaches_workers_and_the_recipe(tmp_path: Path) -> None:
+    conv = talk(turns=8)
+    with interlens.TokenBudget(per_conversation=10, per_turn=3):
+        report = pooled(conv, 4, out_dir=tmp_path)
+        here = alone(conv, 4)
+    assert {r.tokens_generated for r in report.results.values()} == {10}
+    assert plain(report) == plain(here)
+    with pytest.raises(interlens.errors.RecipeChanged, match="run_until"):
+        pooled(conv, 4, out_dir=tmp_path)
+
+
+@pytest.mark.parametrize("devices", [None, TWO])
+def test_a_model_that_no_job_needs_is_freed(devices: Any) -> None:
+    def lineup(dtype: str) -> Conversation:
+        made = interlens.AutoModelParticipant.from_pretrained("tiny", name="a", dtype=dtype, max_new_tokens=2)
+        conv = Conversation([made], shared_context="Hello.").turns(1).set(data=rows(6)).name(dtype)
+        return conv.analyzer(_resident)
+
+    interlens.unload()
+    report = interlens.run(
+        [lineup("float32"), lineup("bfloat16")], devices=devices, progress=False, max_batch_size=1
+    )
+    found = list(report.analyses().values())
+    assert found[0] in (["float32"], ["bfloat16"])
+    assert ["float32"] in found
+    assert found[-1] == ["bfloat16"]
+    assert not report.failed
+    interlens.unload()
+
+
+def _resident(conv: Conversation) -> list[str]:
+    from interlens.runner.scheduler import scheduler
+
+    return sorted(str(spec.dtype) for spec in scheduler().call(lambda: scheduler().pool.resident()))
