@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from interlens.hooks import approve as approve
     from interlens.hooks import deny as deny
     from interlens.hooks import edit as edit
+    from interlens.hosted import APIParticipant as APIParticipant
     from interlens.interp.capture import Activations as Activations
     from interlens.interp.capture import Capture as Capture
     from interlens.interp.directions import Direction as Direction
@@ -73,6 +74,7 @@ _MODULES: dict[str, str] = {
     "conversation": "Conversation",
     "errors": "InterlensError",
     "hooks": "TurnHook approve deny edit",
+    "hosted": "APIParticipant",
     "interp.capture": "Activations Capture",
     "interp.directions": "Direction",
     "interp.features": "Features",

@@ -19,6 +19,7 @@ from interlens.chat import context, spans, view
 from interlens.chat.tools import Tool
 from interlens.dialogue import Dialogue
 from interlens.errors import StoreError, nearest
+from interlens.hosted import APIParticipant
 from interlens.interp import edits
 from interlens.interp.capture import Activations, Capture
 from interlens.interp.directions import Direction
@@ -41,6 +42,7 @@ _KINDS: dict[str, type] = {
             participants.HumanParticipant,
             participants.ScriptedParticipant,
             ModelParticipant,
+            APIParticipant,
         ),
         *(speakers.RoundRobin, speakers.RandomSpeaker, BackendSpec, DatasetField, Capture, Hooked),
         *(

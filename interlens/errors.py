@@ -7,6 +7,7 @@
     ├── ContextOverflow     a prompt that does not fit beside its reply
     ├── EngineError         the decode loop or a plan inside it failed
     ├── ProviderError       a hosted model or a server failed
+    │   └── ProviderStopped quota, billing or key: no call will work until somebody acts
     ├── ParticipantError    a user's participant, tool, hook or script failed
     ├── StoreError          a run folder that cannot be read or written
     │   └── RecipeChanged   the folder holds a run of another recipe
@@ -48,7 +49,15 @@ class EngineError(InterlensError):
 
 
 class ProviderError(InterlensError):
-    """A hosted model or a server failed."""
+    """A hosted model or a server failed; `raw` is what it said, where it said something."""
+
+    raw: Any = None
+
+
+class ProviderStopped(ProviderError):
+    """A provider refuses every call: quota, billing or key. The run ends and can be resumed; no conversation
+    is marked as failed.
+    """
 
 
 class ParticipantError(InterlensError):

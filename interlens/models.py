@@ -216,6 +216,7 @@ class ModelParticipant(Participant):
         view = self.compose(turn, entries)
         trail: list[Mapping[str, Any]] = []
         used = 0
+        usages: list[Mapping[str, Any] | None] = []
         past = turn.past
         while True:
             path = f"{turn.path}/tool/{len(trail)}" if trail else turn.path
@@ -223,7 +224,8 @@ class ModelParticipant(Participant):
             done: Completion = yield request
             used += done.n_tokens
             start = spoken.split_reply(done, view).start
-            calls = calling.parse(done.text[start:], self._format()) if self.tools else []
+            usages.append(done.usage)
+            calls = self._calls(done, start) if self.tools else []
             if not calls or len(trail) >= self.max_tool_iters or used >= cap:
                 break
             step = self._step(done, calls, start)
@@ -249,6 +251,7 @@ class ModelParticipant(Participant):
             meta["finish"] = "tools"
         if trail:
             meta["tool_trail"] = trail
+        meta |= self._paid(usages)
         meta |= spoken.divergence(view, turn.entries, len(entries), self.name)
         return message.with_(metadata=meta, prompt=spoken.prompt_of(view, turn.entries, self.name))
 
@@ -267,6 +270,14 @@ class ModelParticipant(Participant):
         return spoken.Speaker(
             name=self.name, tokenizer_key=self.tokenizer_key, special_ids=special, n_layers=self.n_layers
         )
+
+    def _calls(self, done: Completion, start: int) -> list[calling.ToolCall]:
+        """The tools that a reply asks for."""
+        return calling.parse(done.text[start:], self._format())
+
+    def _paid(self, usages: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
+        """What all generations of a turn used, of a model that tells."""
+        return {}
 
     def _format(self) -> calling.Format:
         template = self.template
@@ -322,7 +333,7 @@ class ModelParticipant(Participant):
             "ids": ids if done.finish != "stop" else None,
             "end_id": end,
             "tokenizer": self.tokenizer_key,
-            "calls": [{"name": c.name, "arguments": dict(c.arguments), "error": c.error} for c in calls],
+            "calls": [c.stored() for c in calls],
         }
 
     # -- the engine on raw text

@@ -1,5 +1,6 @@
 """What concerns the whole process: freeing models, and the devices there are."""
 
+import time
 from typing import Any
 
 from interlens.models import ModelParticipant
@@ -17,7 +18,14 @@ def unload(participant: Any = None) -> list[str]:
                 f"unload() takes a participant made with from_pretrained, or nothing; got {participant!r}"
             )
         which = participant.backend
-    return scheduler().call(lambda: scheduler().pool.unload(which))
+    end = time.monotonic() + 2.0
+    while True:
+        try:
+            return scheduler().call(lambda: scheduler().pool.unload(which))
+        except RuntimeError:  # what was cancelled a moment ago is on its way out
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)
 
 
 def available_devices() -> list[str]:

@@ -103,7 +103,14 @@ class BackendSpec:
     quant: str | None = None
     adapter: str | None = None
     device: str | None = None
+    server: str | None = None
+    """The address of a server that is not the provider's own."""
     options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its weights are loaded on a device here."""
+        return self.kind in ("huggingface", "vllm")
 
     def describe(self) -> dict[str, Any]:
         """What belongs to a recipe: everything but where it runs."""
@@ -251,6 +258,9 @@ class Completion:
     reused_tokens: int = 0
     shared_prefill: bool = False
     tool_calls: tuple[Mapping[str, Any], ...] = ()
+    """Calls that a hosted model asks for: id, name and arguments as text."""
+    served: Mapping[str, Any] | None = None
+    """Who answered, of a hosted model: provider, model, reasoning, rules that were applied."""
     error: BaseException | None = None
 
     def stored(self) -> dict[str, Any]:

@@ -192,7 +192,7 @@ def _rows(data: Any, n: int | None) -> Iterator[dict[str, Any]]:
 
 def _on(participant: Any, device: str) -> Any:
     spec = participant.backend if isinstance(participant, ModelParticipant) else None
-    if not isinstance(spec, BackendSpec) or spec.device is not None:
+    if not isinstance(spec, BackendSpec) or not spec.is_local or spec.device is not None:
         return participant
     return replace(participant, backend=replace(spec, device=device))
 
@@ -201,7 +201,9 @@ def rollout(conversations: Sequence[Dialogue], settings: Settings) -> RunReport:
     """Run one recipe or several."""
     budget = stop.ambient_budget()
     lineups = [Lineup(c, batched=settings.batched, budget=budget) for c in conversations]
-    places = places_of(settings.devices, models=any(lineup.models() for lineup in lineups))
+    places = places_of(
+        settings.devices, models=any(spec.is_local for lineup in lineups for spec in lineup.models())
+    )
     return execute(lineups, settings, program.limit_reached, places)
 
 

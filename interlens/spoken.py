@@ -6,7 +6,7 @@ use them; where no run of whole tokens does (a stop string or a reasoning tag in
 and the words are tokenised.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,8 @@ def message_of(done: Completion, request: Generate, view: View, turn: Turn, who:
         meta |= {"tokenizer": who.tokenizer_key} | _spelling(done, parted.start, who.special_ids)
     if parted.reasoning is not None:
         meta |= {"reasoning": parted.reasoning, "reasoning_text": done.text[: parted.start]}
+    if done.served is not None:
+        meta |= served(done.served)
     for name in ("logprobs", "entropy", "top_logprobs", "usage"):
         if (value := getattr(done, name)) is not None:
             meta[name] = value
@@ -78,6 +80,15 @@ def message_of(done: Completion, request: Generate, view: View, turn: Turn, who:
         activations=acts,
         edits=edited.edits if edited is not None else (),
     )
+
+
+def served(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Who answered, of a hosted model; its reasoning is kept where a local model's is."""
+    out = {name: found[name] for name in ("provider", "model") if name in found}
+    if thought := found.get("reasoning"):
+        out |= {"reasoning": thought, "reasoning_text": f"<think>\n{thought}\n</think>\n\n"}
+    rest = {k: v for k, v in found.items() if k not in ("provider", "model", "reasoning") and v is not None}
+    return out | ({"served": rest} if rest else {})
 
 
 def split_reply(done: Completion, view: View) -> reasoning.Split:

@@ -18,7 +18,7 @@ import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -67,6 +67,8 @@ class Block:
     message: int | None = None
     turn: int | None = None
     speaker: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What a hosted model is told beside the words: which tools were called, and which call this answers."""
 
     @property
     def text(self) -> str:

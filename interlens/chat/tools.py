@@ -81,6 +81,26 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     error: str | None = None
+    id: str | None = None
+    """The name a hosted model gave to the call."""
+
+    def stored(self) -> dict[str, Any]:
+        """The call as JSON, its arguments as they came."""
+        found = {"name": self.name, "arguments": dict(self.arguments), "error": self.error}
+        if self.id is None:
+            return found
+        return found | {"id": self.id, "arguments": json.dumps(self.arguments)}
+
+    @classmethod
+    def of_text(cls, name: str, arguments: str, id: str) -> "ToolCall":
+        """A call whose arguments came as text."""
+        try:
+            given = json.loads(arguments or "{}")
+            if not isinstance(given, dict):
+                raise TypeError("arguments are an object")
+        except (ValueError, TypeError, RecursionError) as error:
+            return cls(name, {}, f"the arguments could not be read as JSON: {error}", id)
+        return cls(name, given, None, id)
 
 
 def format_of(source: str | None) -> Format:

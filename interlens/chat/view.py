@@ -149,7 +149,7 @@ def compose(
         if template.extra_stops:
             names = dict.fromkeys([reading.pov, *(e.message.author for e in entries)])
             stop = tuple(f"{gap}{name}:" for name in names for gap in ("\n\n", "\n"))
-    messages = tuple({"role": b.role, "content": b.text} for b in fitted)
+    messages = tuple({"role": b.role, "content": b.text, **b.extra} for b in fitted)
     here = [e.index for e in entries if e.index is not None]
     dropped = 1 + max(here, default=-1) - len(here)
     return View(reading.pov, messages, segments, stop, dropped, tools=tuple(tools))
@@ -251,8 +251,17 @@ def trail_blocks(step: Mapping[str, Any], reading: Reading, **place: Any) -> lis
         **place,
     )
     told = {**place, "speaker": None}
-    answers = [Block(role="tool", pieces=(Piece(text=r, **told),), **told) for r in step["results"]]
-    return [Block(role="assistant", pieces=(asked,), **place), *answers]
+    hosted = [c for c in step.get("calls", ()) if c.get("id")]  # a local model's calls have no names
+    answered: list[dict[str, Any]] = [{"tool_call_id": c["id"]} for c in hosted] or [{}] * len(
+        step["results"]
+    )
+    answers = [
+        Block(role="tool", pieces=(Piece(text=text, **told),), extra=extra, **told)
+        for text, extra in zip(step["results"], answered, strict=True)
+    ]
+    calls = [{k: c[k] for k in ("id", "name", "arguments")} for c in hosted]
+    extra: dict[str, Any] = {"tool_calls": calls} if calls else {}
+    return [Block(role="assistant", pieces=(asked,), extra=extra, **place), *answers]
 
 
 def shares_ids(message: Message, reading: Reading) -> bool:

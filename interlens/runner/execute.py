@@ -115,7 +115,8 @@ def _executor(
     places: Places,
     session: Session,
 ) -> Executor:
-    limit = (settings.max_batch_size or LIVE) if settings.batched else 1
+    wide = (dict(spec.options).get("max_concurrency", 0) for r in runnables for spec in r.models())
+    limit = (settings.max_batch_size or max(LIVE, *wide, 0)) if settings.batched else 1
     if not places.several:
         [device], [name] = places.devices, places.names
         return LocalExecutor(
@@ -161,7 +162,7 @@ def manifest_of(runnables: Sequence[Runnable], settings: Settings, total: int | 
         "recipe_hash": digest_of(recipe),
         "stored": [r.to_dict() for r in runnables],
         "total": total,
-        "environment": environment(any(r.models() for r in runnables)),
+        "environment": environment(any(s.kind == "huggingface" for r in runnables for s in r.models())),
     }
 
 

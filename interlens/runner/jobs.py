@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from interlens.errors import Cancelled, LoadError
+from interlens.errors import Cancelled, LoadError, ProviderStopped
 from interlens.request import BackendSpec, Call, digest_of
 from interlens.runner.analyzers import Attached
 from interlens.runner.records import Record, error_record, storable
@@ -92,6 +92,8 @@ class Runnable(Protocol):
     def activations(self, live: Any) -> Any: ...
 
 
+_ENDS_THE_RUN = (Cancelled, GeneratorExit, KeyboardInterrupt, LoadError, ProviderStopped)
+"""What is nothing about the job that met it."""
 E = TypeVar("E")
 Keep = Callable[[Record, Any, Any], Generator[Any, Any, E]]
 """Takes the record, the live object and its activations; the job counts as done when it has returned."""
@@ -103,7 +105,7 @@ def job_program(
 ) -> Generator[Any, Any, E]:
     """Begin a job, run it, analyse it, and hand over its record; a failure is a record, not an exception.
 
-    Only a model that cannot be loaded is raised: it is nothing about the job.
+    Only what is nothing about the job is raised: a model that does not load, a provider that has stopped.
     """
     if attempt.known is not None:
         return (yield from _analysed_again(runnable, attempt, attempt.known, keep))
@@ -112,7 +114,7 @@ def job_program(
     try:
         live = runnable.begin(attempt.job)
         outcome, reason = yield from runnable.program(live)
-    except (Cancelled, GeneratorExit, KeyboardInterrupt, LoadError):
+    except _ENDS_THE_RUN:
         raise
     except BaseException as error:
         limit = limit_of(error)
@@ -180,7 +182,7 @@ def _analyse(
             path = f"analysis/{a.name or 'analysis'}"
             try:
                 value = yield Call(fn=own, args=(live,), path=path, replay="again")
-            except (Cancelled, GeneratorExit, KeyboardInterrupt, LoadError):
+            except _ENDS_THE_RUN:
                 raise
             except BaseException as error:  # an analyzer's failure is counted apart and harms nothing
                 failed = error_record(error)

@@ -34,7 +34,7 @@ class BackendPool:
 
     def _load(self, spec: BackendSpec) -> Backend:
         if spec.kind != "huggingface":
-            raise ValueError(f'there is no backend "{spec.kind}"; local models are answered by "huggingface"')
+            return backends.hosted(spec)
         self.loading = spec.model
         try:
             backend: Backend = backends.local().HuggingFaceBackend.from_spec(spec)

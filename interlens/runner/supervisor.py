@@ -30,6 +30,8 @@ BARREN = 3
 """Deaths in a row without a job that ended or could be blamed, after which the run ends."""
 STARTING, LOADING = 600.0, 3600.0
 """Seconds a worker may take to begin, and to load a model."""
+SOON = 30.0
+"""Seconds for which a worker that begins is counted on: its share is kept for it."""
 PATIENCE = (600.0, 20.0)
 """A worker is taken for stuck after this many seconds without a sign, or this many times the longest wait."""
 
@@ -52,6 +54,7 @@ class Worker:
 
     link: Link
     place: str
+    began: float
     moved: float
     """When it last showed a sign that something moves."""
     state: str = "starting"
@@ -136,7 +139,8 @@ class Supervisor:
 
     def _start(self, place: str) -> None:
         link = self.plan.start(place)
-        self.workers.append(Worker(link=link, place=place, moved=self.fleet.now()))
+        now = self.fleet.now()
+        self.workers.append(Worker(link=link, place=place, began=now, moved=now))
 
     def _drain(self, grace: float) -> None:
         self.grace, self._deadline = grace, self.fleet.now() + grace + 5
@@ -185,10 +189,11 @@ class Supervisor:
 
     def _share(self) -> int:
         """How many jobs a worker may hold: near the end all hold the same."""
-        left = self.plan.left()
+        left, soon = self.plan.left(), self.fleet.now() - SOON
         if left is None:
             return self.plan.limit
-        return min(self.plan.limit, max(1, math.ceil(left / max(1, len(self.workers)))))
+        there = sum(worker.state == "ready" or worker.began > soon for worker in self.workers)
+        return min(self.plan.limit, max(1, math.ceil(left / max(1, there))))
 
     def _choose_ward(self) -> None:
         if not self.suspects and (self.ward is None or not self.ward.flights):

@@ -108,5 +108,3 @@ def batch_object(desk: Desk, batch: Batch) -> dict[str, Any]:
         "archived_at": None,
         "results_url": url if batch.over else None,
     }
-
-

@@ -60,8 +60,9 @@ def events(body: dict[str, Any], reply: Reply) -> Iterator[bytes]:
     begun["usage"] = count | {"output_tokens": 1}
     yield _event("message_start", message=begun)
     yield _event("ping")
+    given = iter(reply.tool_calls)
     for index, block in enumerate(whole["content"]):
-        empty, deltas = _streamed(block)
+        empty, deltas = _streamed(block, next(given) if block["type"] == "tool_use" else {})
         yield _event("content_block_start", index=index, content_block=empty)
         for delta in deltas:
             yield _event("content_block_delta", index=index, delta=delta)
@@ -92,13 +93,14 @@ def _input(call: Mapping[str, Any]) -> Any:
         return {}
 
 
-def _streamed(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A content block without its content, and the deltas that bring it."""
+def _streamed(block: dict[str, Any], call: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A content block without its content, and the deltas that bring it; a call's text comes as it is."""
     if block["type"] == "thinking":
         deltas = [{"type": "thinking_delta", "thinking": part} for part in pieces(block["thinking"])]
         deltas.append({"type": "signature_delta", "signature": block["signature"]})
         return block | {"thinking": "", "signature": ""}, deltas
     if block["type"] == "text":
         return block | {"text": ""}, [{"type": "text_delta", "text": part} for part in pieces(block["text"])]
-    parts = ["", *pieces(json.dumps(block["input"]))]
+    given = call.get("arguments", {})
+    parts = ["", *pieces(given if isinstance(given, str) else json.dumps(given))]
     return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": part} for part in parts]

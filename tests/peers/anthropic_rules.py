@@ -6,10 +6,28 @@ from typing import Any
 from tests.peers.rules import Refused, Rules
 from tests.peers.wire import prompt_tokens, text_of
 
-PARAMETERS = set(
-    """max_tokens messages model cache_control container diagnostics inference_geo metadata output_config
-    service_tier speed stop_sequences stream system temperature thinking tool_choice tools top_k top_p""".split()
-)
+PARAMETERS = {
+    "max_tokens",
+    "messages",
+    "model",
+    "cache_control",
+    "container",
+    "diagnostics",
+    "inference_geo",
+    "metadata",
+    "output_config",
+    "service_tier",
+    "speed",
+    "stop_sequences",
+    "stream",
+    "system",
+    "temperature",
+    "thinking",
+    "tool_choice",
+    "tools",
+    "top_k",
+    "top_p",
+}
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 CUSTOM_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 SAMPLING = ("temperature", "top_p", "top_k")
@@ -50,7 +68,9 @@ def check_batch(requests: Any, rules: Rules) -> None:
     for i, request in enumerate(requests):
         name = request.get("custom_id")
         if not isinstance(name, str) or not CUSTOM_ID.fullmatch(name):
-            raise Refused(400, f"requests.{i}.custom_id: String should match pattern '^[a-zA-Z0-9_-]{{1,64}}$'")
+            raise Refused(
+                400, f"requests.{i}.custom_id: String should match pattern '^[a-zA-Z0-9_-]{{1,64}}$'"
+            )
         if name in seen:
             raise Refused(400, f"requests.{i}.custom_id: custom_id must be unique within a batch: {name}")
         seen.add(name)
@@ -98,7 +118,9 @@ def _check_messages(messages: Any, rules: Rules, no_prefill: bool) -> None:
     for i, message in enumerate(messages):
         role = message.get("role")
         if role not in ("user", "assistant"):
-            raise Refused(400, f"messages: Unexpected role {role!r}. Allowed roles are 'user' and 'assistant'.")
+            raise Refused(
+                400, f"messages: Unexpected role {role!r}. Allowed roles are 'user' and 'assistant'."
+            )
         if before is None and role != "user":
             raise Refused(400, 'messages: first message must use the "user" role')
         if role == before and rules.alternating:
@@ -107,7 +129,9 @@ def _check_messages(messages: Any, rules: Rules, no_prefill: bool) -> None:
         before = role
         _check_content(message, i, last=i == len(messages) - 1)
     if before == "assistant" and no_prefill:
-        message = "This model does not support assistant message prefill. The conversation must end with a user"
+        message = (
+            "This model does not support assistant message prefill. The conversation must end with a user"
+        )
         raise Refused(400, f"{message} message.")
 
 
@@ -159,7 +183,9 @@ def _check_tool_calls(messages: list[dict[str, Any]]) -> None:
 def _check_rest(body: dict[str, Any]) -> None:
     for i, tool in enumerate(body.get("tools") or []):
         if not TOOL_NAME.fullmatch(str(tool.get("name"))):
-            raise Refused(400, f"tools.{i}.custom.name: String should match pattern '^[a-zA-Z0-9_-]{{1,128}}$'")
+            raise Refused(
+                400, f"tools.{i}.custom.name: String should match pattern '^[a-zA-Z0-9_-]{{1,128}}$'"
+            )
         if not tool.get("type") and "input_schema" not in tool:
             raise Refused(400, f"tools.{i}.custom.input_schema: Field required")
     for stop in body.get("stop_sequences") or []:

@@ -4,7 +4,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.peers.batches import Batch
@@ -40,6 +40,9 @@ class Call:
     ended: float | None = None
     """When the answer was sent."""
 
+    abandoned: bool = False
+    """Whether the client had gone before the answer was ready."""
+
 
 @dataclass
 class StoredFile:
@@ -73,25 +76,36 @@ class Gauge:
 class Desk:
     """Keep the state of a peer; any thread may look, the server's thread writes calls."""
 
-    def __init__(self, *, reply: Says | None = None, latency: Latency = 0.0, rules: Rules | None = None) -> None:
-        self.reply = reply or echo
-        self.latency = latency
-        self.rules = rules or Rules()
-        self.auto_finish: int | None = None
-        self.results_url: str | None = None
+    def __init__(
+        self, *, reply: Says | None = None, latency: Latency = 0.0, rules: Rules | None = None
+    ) -> None:
+        self._made = (reply or echo, latency, rules or Rules())
         self.url = ""
         self.lock = threading.RLock()
         self.faults = Faults()
         self.reset()
 
     def reset(self) -> None:
-        """Forget all calls, files, batches and faults; what was set (reply, rules, latency) stays."""
+        """Forget all calls, files, batches and faults, and what was set since the peer was made."""
         with self.lock:
+            self.reply, self.latency = self._made[:2]
+            self.rules = replace(self._made[2])
+            self.auto_finish: int | None = None
+            """After how many polls a batch ends by itself; `None`: when the test says so."""
+
+            self.results_url: str | None = None
+            """What Anthropic's batches name as the place of their results, with {path} and {id} filled in."""
+
+            self.headers: dict[str, str] = {}
+            """Headers of every answer."""
+
             self.calls: list[Call] = []
             self.files: dict[str, StoredFile] = {}
             self.kept_batches: dict[str, Batch] = {}
             self.gauge = Gauge()
             self.broken: list[BaseException] = []
+            """What went wrong in the peer itself, or in the functions of the test."""
+
             self.faults.clear()
 
     @property

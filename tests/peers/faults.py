@@ -43,7 +43,7 @@ class Fault:
     """Seconds of silence before anything else."""
 
     body: Any = None
-    """Answer with this: text or bytes as they are, anything else as JSON; the status is 200 if none is set."""
+    """Answer with this: text or bytes as they are, anything else as JSON; the status is 200 if none is."""
 
     slow_drip: float = 0.0
     """Seconds between the pieces of an answer: the events of a stream, or eighths of a body."""

@@ -12,7 +12,7 @@ from tests.peers.rules import Refused, openai_error
 from tests.peers.wire import lines, new_id, prompt_tokens
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/completions", "/v1/moderations")
-STAMPS = "in_progress finalizing completed failed expired cancelling cancelled".split()
+STAMPS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
 
 def upload(desk: Desk, name: str, purpose: str, data: bytes) -> StoredFile:
@@ -51,7 +51,9 @@ def create(desk: Desk, body: dict[str, Any]) -> Batch:
     if body["endpoint"] not in ENDPOINTS:
         raise Refused(400, f"Invalid value: '{body['endpoint']}'.", "invalid_value", "endpoint")
     if body["completion_window"] != "24h":
-        raise Refused(400, "Invalid value for 'completion_window'. Supported: '24h'.", param="completion_window")
+        raise Refused(
+            400, "Invalid value for 'completion_window'. Supported: '24h'.", param="completion_window"
+        )
     _check_metadata(body.get("metadata") or {})
     stored = desk.files.get(body["input_file_id"])
     if stored is None or stored.purpose != "batch":
@@ -65,7 +67,9 @@ def create(desk: Desk, body: dict[str, Any]) -> Batch:
 
 def _check_metadata(metadata: dict[str, Any]) -> None:
     if len(metadata) > 16:
-        raise Refused(400, "Invalid 'metadata': too many properties.", "object_above_max_properties", "metadata")
+        raise Refused(
+            400, "Invalid 'metadata': too many properties.", "object_above_max_properties", "metadata"
+        )
     for name, value in metadata.items():
         if not isinstance(value, str) or len(name) > 64 or len(value) > 512:
             raise Refused(400, "Invalid 'metadata': string too long.", "string_above_max_length", "metadata")
@@ -87,7 +91,9 @@ def _read(data: bytes, endpoint: str, desk: Desk) -> tuple[list[Row], list[dict[
     if not rows and not errors:
         errors.append(_whole("empty_file", "The input file is empty."))
     if len(rows) > desk.rules.openai_requests:
-        found = f"The batch input file contains too many requests. The maximum is {desk.rules.openai_requests}."
+        found = (
+            f"The batch input file contains too many requests. The maximum is {desk.rules.openai_requests}."
+        )
         errors.append(_whole("too_many_tasks", found))
     return rows, errors
 
@@ -114,7 +120,11 @@ def _read_line(
     if found.get("method") != "POST":
         return "invalid_method", "The method of a request has to be POST.", row
     if found.get("url") != endpoint:
-        return "url_mismatch", f"The URL provided for this request does not match the endpoint {endpoint}.", row
+        return (
+            "url_mismatch",
+            f"The URL provided for this request does not match the endpoint {endpoint}.",
+            row,
+        )
     if first is not None and first.get("model") != body.get("model"):
         return "model_mismatch", "All requests of a batch have to be for one model.", row
     if body.get("stream"):
@@ -128,10 +138,10 @@ def polled(desk: Desk, batch: Batch) -> None:
     if batch.status == "validating":
         if not batch.errors and not _fits(desk, batch):
             model = batch.requests[0].body.get("model")
-            found = f"Enqueued token limit reached for {model}. Limit: {desk.rules.openai_enqueued:,} enqueued tokens."
+            found = f"Enqueued token limit reached for {model}. Limit: {desk.rules.openai_enqueued:,} tokens."
             batch.errors.append(_whole("token_limit_exceeded", found))
         batch.enter("failed" if batch.errors else "in_progress")
-    elif desk.auto_finish is not None and batch.polls > desk.auto_finish and not batch.over:
+    if desk.auto_finish is not None and batch.polls > desk.auto_finish and not batch.over:
         finish(desk, batch, Ending())
 
 
@@ -154,8 +164,8 @@ def cancel(batch: Batch) -> None:
 def finish(desk: Desk, batch: Batch, ending: Ending) -> None:
     """End a batch, and write its files."""
     if ending.error_code is not None or ending.status == "failed":
-        error = _whole(ending.error_code or "invalid_request", ending.error_message)
-        batch.errors.append(error | {"line": ending.error_line})
+        whole = _whole(ending.error_code or "invalid_request", ending.error_message)
+        batch.errors.append(whole | {"line": ending.error_line})
         batch.enter("failed")
         return
     good: list[dict[str, Any]] = []
@@ -256,5 +266,3 @@ def _usage(batch: Batch) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": batch.usage["total_tokens"],
     }
-
-

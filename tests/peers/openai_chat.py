@@ -27,13 +27,13 @@ def completion(body: dict[str, Any], reply: Reply, dialect: Dialect = "openai") 
     answer = _head(body, dialect) | {"object": "chat.completion", "choices": choices}
     if reply.usage is not None:
         answer["usage"] = usage(body, reply, dialect)
-    return answer | reply.answer
+    return answer | dict(reply.answer)
 
 
 def chunks(body: dict[str, Any], reply: Reply, dialect: Dialect = "openai") -> Iterator[bytes]:
     """Write an answer as events."""
     told = (body.get("stream_options") or {}).get("include_usage")
-    head = _head(body, dialect) | {"object": "chat.completion.chunk"} | reply.answer
+    head = _head(body, dialect) | {"object": "chat.completion.chunk"} | dict(reply.answer)
 
     def chunk(delta: Mapping[str, Any], finish: str | None = None, part: str = "") -> bytes:
         choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": _logprobs(body, reply, part)}
@@ -105,7 +105,7 @@ def _message(reply: Reply, dialect: Dialect) -> dict[str, Any]:
         message |= _reasoning(reply.reasoning)
     if reply.tool_calls:
         message["tool_calls"] = _calls(reply)
-    return message | reply.message
+    return message | dict(reply.message)
 
 
 def _reasoning(text: str) -> dict[str, Any]:

@@ -7,13 +7,45 @@ from typing import Any
 from tests.peers.rules import Refused, Rules
 from tests.peers.wire import prompt_tokens, text_of
 
-PARAMETERS = set(
-    """messages model audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens
-    max_tokens metadata modalities moderation n parallel_tool_calls prediction presence_penalty prompt_cache_key
-    prompt_cache_options prompt_cache_retention reasoning_effort response_format safety_identifier seed
-    service_tier stop store stream stream_options temperature tool_choice tools top_logprobs top_p user verbosity
-    web_search_options""".split()
-)
+PARAMETERS = {
+    "messages",
+    "model",
+    "audio",
+    "frequency_penalty",
+    "function_call",
+    "functions",
+    "logit_bias",
+    "logprobs",
+    "max_completion_tokens",
+    "max_tokens",
+    "metadata",
+    "modalities",
+    "moderation",
+    "n",
+    "parallel_tool_calls",
+    "prediction",
+    "presence_penalty",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "reasoning_effort",
+    "response_format",
+    "safety_identifier",
+    "seed",
+    "service_tier",
+    "stop",
+    "store",
+    "stream",
+    "stream_options",
+    "temperature",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "top_p",
+    "user",
+    "verbosity",
+    "web_search_options",
+}
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 RANGES = {
     "temperature": (0, 2),
@@ -45,8 +77,8 @@ def check_chat(body: Any, rules: Rules, lenient: bool = False) -> None:
     if rules.context is not None and count > rules.context:
         raise Refused(
             400,
-            f"This model's maximum context length is {rules.context} tokens. However, your messages resulted in "
-            f"{count} tokens. Please reduce the length of the messages.",
+            f"This model's maximum context length is {rules.context} tokens. However, your messages resulted "
+            f"in {count} tokens. Please reduce the length of the messages.",
             "context_length_exceeded",
             "messages",
         )
@@ -60,7 +92,9 @@ def _check_model(body: dict[str, Any], rules: Rules, lenient: bool) -> None:
         return
     if lenient and rules.models & set(body.get("models") or []):
         return
-    raise Refused(404, f"The model `{model}` does not exist or you do not have access to it.", "model_not_found")
+    raise Refused(
+        404, f"The model `{model}` does not exist or you do not have access to it.", "model_not_found"
+    )
 
 
 def _check_parameters(body: dict[str, Any], rules: Rules) -> None:
@@ -77,7 +111,9 @@ def _check_parameters(body: dict[str, Any], rules: Rules) -> None:
     if body.get("top_logprobs") is not None and not body.get("logprobs"):
         raise Refused(400, "'logprobs' must be set to true to use 'top_logprobs'.", param="top_logprobs")
     if body.get("max_tokens") is not None and body.get("max_completion_tokens") is not None:
-        raise Refused(400, "Setting 'max_tokens' and 'max_completion_tokens' at the same time is not supported.")
+        raise Refused(
+            400, "Setting 'max_tokens' and 'max_completion_tokens' at the same time is not supported."
+        )
     if isinstance(body.get("stop"), list) and len(body["stop"]) > 4:
         raise Refused(400, "Invalid 'stop': array too long.", "array_above_max_length", "stop")
 
@@ -106,16 +142,22 @@ def _check_ranges(body: dict[str, Any]) -> None:
             raise Refused(400, f"Invalid type for '{name}': expected a number.", "invalid_type", name)
         kind = "integer" if isinstance(low, int) and isinstance(value, int) else "decimal"
         if value < low:
-            message = f"Invalid '{name}': {kind} below minimum value. Expected a value >= {low}, but got {value}"
+            message = (
+                f"Invalid '{name}': {kind} below minimum value. Expected a value >= {low}, but got {value}"
+            )
             raise Refused(400, f"{message} instead.", f"{kind}_below_min_value", name)
         if high is not None and value > high:
-            message = f"Invalid '{name}': {kind} above maximum value. Expected a value <= {high}, but got {value}"
+            message = (
+                f"Invalid '{name}': {kind} above maximum value. Expected a value <= {high}, but got {value}"
+            )
             raise Refused(400, f"{message} instead.", f"{kind}_above_max_value", name)
 
 
 def _check_messages(messages: Any) -> None:
     if messages is None:
-        raise Refused(400, "Missing required parameter: 'messages'.", "missing_required_parameter", "messages")
+        raise Refused(
+            400, "Missing required parameter: 'messages'.", "missing_required_parameter", "messages"
+        )
     if not isinstance(messages, list):
         raise Refused(400, "Invalid type for 'messages': expected an array.", "invalid_type", "messages")
     if not messages:
@@ -157,11 +199,17 @@ def _check_tool_calls(messages: list[dict[str, Any]]) -> None:
     for i, message, waiting in _open_calls(messages):
         if message["role"] == "tool":
             if message.get("tool_call_id") not in waiting:
-                found = "messages with role 'tool' must be a response to a preceeding message with 'tool_calls'."
+                found = (
+                    "messages with role 'tool' must be a response to a preceeding message with 'tool_calls'."
+                )
                 raise Refused(400, f"Invalid parameter: {found}", param=f"messages.[{i}].role")
         elif waiting:
-            found = "An assistant message with 'tool_calls' must be followed by tool messages responding to each "
-            found += f"'tool_call_id'. The following tool_call_ids did not have response messages: {min(waiting)}"
+            found = (
+                "An assistant message with 'tool_calls' must be followed by tool messages responding to each "
+            )
+            found += (
+                f"'tool_call_id'. The following tool_call_ids did not have response messages: {min(waiting)}"
+            )
             raise Refused(400, found, param="messages")
 
 

@@ -90,7 +90,11 @@ def openai_error(refused: Refused) -> dict[str, Any]:
 def openrouter_error(refused: Refused) -> dict[str, Any]:
     """Write a refusal as OpenRouter does: the code is the status, the reason is in the metadata."""
     raw = openai_error(refused)["error"]
-    metadata = {"raw": raw["message"], "provider_name": "PeerCloud", "error_type": refused.code or raw["type"]}
+    metadata = {
+        "raw": raw["message"],
+        "provider_name": "PeerCloud",
+        "error_type": refused.code or raw["type"],
+    }
     error = {"code": refused.status, "message": "Provider returned error", "metadata": metadata}
     return {"error": error, "user_id": "user_peer"}
 

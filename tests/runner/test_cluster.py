@@ -30,8 +30,9 @@ from interlens.errors import Stopped, WorkerError
 from interlens.runner import analyzers, cluster, worker, workers
 from interlens.runner.cluster import Inside, RayFleet, RayLink, Room, rooms
 from interlens.runner.store import RunStore, read_journal
-from interlens.runner.supervisor import Supervisor
+from interlens.runner.supervisor import LOSSES, Supervisor
 from tests.runner.talk import about, essence, logged, talk, words
+from tests.runner.test_supervisor import supervised, well
 
 ROOT = Path(__file__).parents[2]
 
@@ -217,6 +218,34 @@ def test_an_actor_that_is_never_reached_again_is_given_up() -> None:
     assert out == [("lost",), None]
     assert 215 < now < 230
     assert link.obituary() == "RPC error"
+
+
+def test_what_is_lost_with_its_machine_is_not_to_blame(tmp_path: Path) -> None:
+    """Four machines of four are lost at once, and again: what ran there runs again, nothing alone."""
+    lost: list[str] = []
+
+    def says(device: Any, attempt: Any, log: list[Any]) -> list[tuple[float, Any]]:
+        if len(lost) < 8 and device.place not in lost[4 * (len(lost) // 4) :]:
+            lost.append(device.place)
+            return [(0.0, ("begun", attempt.job.id)), (5.0, ("lost",)), (5.0, None)]
+        return well(device, attempt, log)
+
+    _, ended = supervised(tmp_path, says, devices=4, limit=1)
+    assert sorted(e.id for e in ended) == [f"job_{i:03d}" for i in range(20)]
+    assert {e.outcome for e in ended} == {"done"}
+    assert [death["jobs"] for death in deaths(tmp_path)] == [[]] * 8
+
+
+def test_a_job_that_takes_machines_with_it_is_given_up(tmp_path: Path) -> None:
+    def says(device: Any, attempt: Any, log: list[Any]) -> list[tuple[float, Any]]:
+        if attempt.job.id == "job_003":
+            return [(0.0, ("begun", attempt.job.id)), (1.0, ("lost",)), (1.0, None)]
+        return well(device, attempt, log)
+
+    _, ended = supervised(tmp_path, says, devices=3)
+    assert [e.id for e in ended if e.outcome == "failed"] == ["job_003"]
+    assert len(ended) == 20
+    assert len(deaths(tmp_path)) == LOSSES + 1
 
 
 def node(name: str, alive: bool = True, **resources: float) -> dict[str, Any]:
