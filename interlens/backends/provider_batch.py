@@ -1,0 +1,375 @@
+"""Batches of a provider: what waits for a model is asked together, for half the price, and never twice.
+
+A batch is written down before it is made (`intent`), when it is made (`submitted`), and when its results are
+in everybody's logs (`collected`). A process that dies in between finds it again and waits for the same batch.
+Every request gets a verdict; one that expired or is missing gets a second chance.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import json
+import logging
+import os
+import random
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from interlens.backends.batch_apis import BatchApi, Limits, Look, Result, now
+from interlens.backends.hosted import Dialect, HostedBackend, Told
+from interlens.backends.lanes import LOOP, failed
+from interlens.errors import ProviderError, ProviderStopped
+from interlens.request import Completion, Generate, Ticket, digest_of
+
+log = logging.getLogger("interlens.backends")
+CHANCES = 2
+"""How often a request is put into a batch."""
+FILL = 0.95
+"""How much of a batch's limits is used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """How often a batch is looked at."""
+
+    first: float = 15.0
+    longest: float = 60.0
+
+
+PACE = Pace()
+
+
+class Journal:
+    """The file in which batches are written down; without a file they are forgotten with the process."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+
+    def note(self, event: str, tag: str, **what: Any) -> None:
+        """Write a line, and return when it is on disk."""
+        if self.path is None:
+            return
+        line = json.dumps({"event": event, "tag": tag, "time": now(), **what}).encode() + b"\n"
+        with self._lock, open(self.path, "ab") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def open_batches(self) -> dict[str, dict[str, Any]]:
+        """By tag, what was intended and has not been collected."""
+        found: dict[str, dict[str, Any]] = {}
+        if self.path is None or not self.path.exists():
+            return found
+        for line in self.path.read_bytes().split(b"\n"):
+            try:
+                event = json.loads(line)
+            except ValueError:  # a torn line: what it would have said did not happen for us
+                continue
+            if event["event"] == "intent":
+                found[event["tag"]] = event
+            elif event["event"] == "submitted" and event["tag"] in found:
+                found[event["tag"]]["batch"] = event["batch"]
+            elif event["event"] in ("collected", "void"):
+                found.pop(event["tag"], None)
+        return found
+
+
+@dataclass(eq=False)
+class Item:
+    """One request that waits for a batch, or for the results of one."""
+
+    ticket: Ticket
+    key: str
+    payload: dict[str, Any]
+    journal: Journal
+    chance: int = 0
+    over: bool = False
+
+
+@dataclass(eq=False)
+class Batch:
+    """A batch on its way."""
+
+    tag: str
+    items: dict[str, Item]
+    """By custom id."""
+    journal: Journal
+    id: str | None = None
+    began: float = field(default_factory=now)
+
+
+class BatchBackend(HostedBackend):
+    """A hosted model that is asked in batches. `idle` sends what waits."""
+
+    patient = True
+    """Nobody needs to wait with anything for it; it sends when nobody else will come."""
+
+    def __init__(self, dialect: Dialect, api: BatchApi, model: str, **options: Any) -> None:
+        super().__init__(dialect, model, **options)
+        self.api = api
+        self.limits: Limits = api.limits
+        self._waiting: list[Item] = []
+        self._items: dict[int, Item] = {}
+        self._running: dict[str, Batch] = {}
+        self._found: dict[str, tuple[Batch, str]] = {}
+        """By key, the batch of an earlier session that holds a request, and its custom id there."""
+        self._read: set[Path] = set()
+        self._most: int | None = None
+        """Requests in a batch, after the provider has said that too much waits."""
+        self._tickets = itertools.count()
+        self._lock = threading.Lock()
+
+    # -- the scheduler's side
+
+    def submit(
+        self,
+        request: Any,
+        on_delta: Told = None,
+        *,
+        job: str = "",
+        journal: Path | None = None,
+    ) -> Ticket:
+        """Let a request wait for the next batch; one that an earlier session sent waits for its results."""
+        payload = self._payload(request)
+        assert isinstance(request, Generate)
+        key = digest_of([job, request.path, request.digests()])
+        item = Item(Ticket(next(self._tickets)), key, payload, Journal(journal))
+        self._items[item.ticket.number] = item
+        if journal is not None and journal not in self._read:
+            self._read.add(journal)
+            self._recall(item.journal)
+        if (found := self._found.pop(key, None)) is not None:
+            batch, custom_id = found
+            batch.items[custom_id] = item
+        else:
+            self._waiting.append(item)
+            if len(self._waiting) >= self._room():
+                self.idle()
+        return item.ticket
+
+    def idle(self) -> None:
+        """Send what waits."""
+        waiting, self._waiting = [i for i in self._waiting if not i.over], []
+        for items in self._split(waiting):
+            self._start(items)
+        for batch in {id(b): b for b, _ in self._found.values()}.values():
+            if batch.tag not in self._running:
+                self._follow(batch)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Forget a request; its batch goes on at the provider's, and is found again by the next session."""
+        item = self._items.get(ticket.number)
+        if item is not None:
+            self._end(item, Completion(finish="cancelled"))
+
+    def close(self) -> None:
+        for item in list(self._items.values()):
+            item.over = True
+        super().close()
+
+    @property
+    def status(self) -> str:
+        """How many batches are on their way, and how old the oldest is."""
+        if not self._running:
+            return ""
+        oldest = now() - min(batch.began for batch in self._running.values())
+        return f"{len(self._running)} batches of {self.name}, the oldest {oldest / 60:.0f} min"
+
+    # -- making batches
+
+    def _room(self) -> int:
+        most = int(self.limits.requests * FILL)
+        return max(1, most if self._most is None else min(most, self._most))
+
+    def _split(self, items: Sequence[Item]) -> Iterator[list[Item]]:
+        part: list[Item] = []
+        size = 0
+        for item in items:
+            own = len(self.api.line("x" * 64, item.payload))
+            if part and (len(part) >= self._room() or size + own > self.limits.size * FILL):
+                yield part
+                part, size = [], 0
+            part.append(item)
+            size += own
+        if part:
+            yield part
+
+    def _start(self, items: Sequence[Item]) -> None:
+        tag = hashlib.blake2b(os.urandom(16), digest_size=6).hexdigest()
+        named = {f"{tag}-{item.key}-{item.chance}": item for item in items}
+        if len(named) < len(items):
+            raise ValueError("two requests of one job have the same path: they could not be told apart")
+        for item in items:
+            item.chance += 1
+        batch = Batch(tag, named, items[0].journal)
+        keys = {custom_id: item.key for custom_id, item in named.items()}
+        batch.journal.note("intent", tag, model=self.model, provider=self.dialect.name, items=keys)
+        self._running[tag] = batch
+        self._spawn(self._run(batch))
+
+    def _follow(self, batch: Batch) -> None:
+        self._running[batch.tag] = batch
+        self._spawn(self._run(batch))
+
+    def _spawn(self, work: Any) -> None:
+        asyncio.run_coroutine_threadsafe(work, LOOP.get())
+
+    def _recall(self, journal: Journal) -> None:
+        """Know what an earlier session sent."""
+        for tag, event in journal.open_batches().items():
+            if (event["model"], event["provider"]) != (self.model, self.dialect.name):
+                continue
+            batch = Batch(tag, {}, journal, id=event.get("batch"), began=event["time"])
+            for custom_id, key in event["items"].items():
+                self._found[key] = (batch, custom_id)
+            batch.expected = len(event["items"])  # type: ignore[attr-defined]
+
+    # -- a batch's life, in the loop's thread
+
+    async def _run(self, batch: Batch) -> None:
+        try:
+            if batch.id is None and not await self._made(batch):
+                return
+            look = await self._ended(batch)
+            if look is not None:
+                await self._collect(batch, look)
+        except BaseException as error:  # nobody may wait for ever
+            failure = self.dialect.judge(error)
+            for item in batch.items.values():
+                self._end(item, Completion(finish="error", error=failure.error))
+        finally:
+            self._running.pop(batch.tag, None)
+
+    async def _made(self, batch: Batch) -> bool:
+        """Make the batch, or find it where the answer was lost; never two."""
+        lines = [self.api.line(custom_id, item.payload) for custom_id, item in batch.items.items()]
+        again = getattr(batch, "expected", None)
+        error: BaseException | None = None
+        if again is None:
+            try:
+                batch.id = await self.api.create(self._client, batch.tag, lines)
+            except Exception as found:
+                error = found
+                if (failure := self.dialect.judge(found)).kind in ("stop", "this call"):
+                    batch.journal.note("void", batch.tag, why=str(found))
+                    for item in batch.items.values():
+                        self._end(item, Completion(finish="error", error=failure.error))
+                    return False
+        if batch.id is None:
+            await asyncio.sleep(PACE.first * 0.1)
+            known = {b.id for b in self._running.values() if b.id is not None}
+            count = again if again is not None else len(lines)
+            batch.id = await self.api.find(self._client, batch.tag, count, batch.began, known)
+        if batch.id is None:
+            batch.journal.note("void", batch.tag, why=f"it was not made: {error}")
+            await asyncio.sleep(PACE.first * random.random())
+            self._again(list(batch.items.values()), free=True)
+            return False
+        batch.journal.note("submitted", batch.tag, batch=batch.id)
+        log.info("%s: batch %s of %d requests", self.name, batch.id, len(batch.items))
+        return True
+
+    async def _ended(self, batch: Batch) -> Look | None:
+        """Look at it until it has ended; nobody looks when nobody waits."""
+        wait, misses = PACE.first, 0
+        while any(not item.over for item in batch.items.values()):
+            await asyncio.sleep(wait * (0.8 + 0.4 * random.random()))
+            wait = min(PACE.longest, wait * 1.5)
+            try:
+                look = await self.api.look(self._client, str(batch.id))
+            except Exception as error:
+                failure = self.dialect.judge(error)
+                misses += 1
+                if failure.kind == "stop" or (failure.kind == "this call" and misses > 3):
+                    raise
+                continue
+            if look.over:
+                return look
+        return None
+
+    async def _collect(self, batch: Batch, look: Look) -> None:
+        if look.refused is not None:
+            self._refused(batch, look)
+            return
+        results = await self._fetched(batch, look)
+        again: list[Item] = []
+        for custom_id, item in batch.items.items():
+            if item.over:
+                continue
+            done = self._verdict(item, results.get(custom_id, Result(verdict="missing")))
+            if done is None:
+                again.append(item)
+            else:
+                self._end(item, done)
+        batch.journal.note("collected", batch.tag)
+        self._again(again)
+
+    async def _fetched(self, batch: Batch, look: Look) -> dict[str, Result]:
+        for tries in itertools.count(1):
+            try:
+                found: dict[str, Result] = await self.api.fetch(self._client, str(batch.id), look)
+                return found
+            except Exception as error:
+                if self.dialect.judge(error).kind in ("stop", "this call") or tries > 6:
+                    raise
+                await asyncio.sleep(min(PACE.longest, PACE.first * tries * random.random()))
+        raise AssertionError
+
+    def _verdict(self, item: Item, result: Result) -> Completion | None:
+        """What a result means; `None` for another chance."""
+        if result.verdict == "ok" and result.body is not None:
+            try:
+                return self.dialect.read(result.body, item.payload)
+            except Exception as error:
+                return Completion(finish="error", error=error)
+        if result.verdict == "error":
+            failure = self.dialect.told(result.status, result.error)
+            if failure.kind in ("this call", "stop"):
+                return Completion(finish="error", error=failure.error)
+        if item.chance < CHANCES:
+            return None
+        why = f"{self.name}: a request of a batch was {result.verdict} {item.chance} times"
+        return Completion(finish="error", error=failed(why, result.error))
+
+    def _refused(self, batch: Batch, look: Look) -> None:
+        """The whole batch was refused: for being too much now, for some of its requests, or for all."""
+        batch.journal.note("void", batch.tag, why=look.refused)
+        items = list(batch.items.values())
+        if look.later:
+            self._most = max(1, len(items) // 2)
+            self._again(items, free=True)
+            return
+        for number, item in enumerate(items):
+            if number in look.lines or not look.lines:
+                why = look.lines.get(number, look.refused)
+                self._end(item, Completion(finish="error", error=failed(f"{self.name} refused it: {why}", look.raw)))
+        self._again([i for i in items if not i.over], free=True)
+
+    def _again(self, items: Sequence[Item], *, free: bool = False) -> None:
+        """Send once more; `free` where the requests themselves had no part in it."""
+        items = [item for item in items if not item.over]
+        for item in items:
+            item.chance -= free
+        for part in self._split(items):
+            self._start(part)
+
+    def _end(self, item: Item, done: Completion) -> None:
+        with self._lock:
+            if item.over:
+                return
+            item.over = True
+        self._items.pop(item.ticket.number, None)
+        self._done.put(done.with_(ticket=item.ticket))
+
+
+def pending(journal: Path) -> list[str]:
+    """The ids of batches that are still on their way, for a run folder's journal."""
+    return [event["batch"] for event in Journal(journal).open_batches().values() if "batch" in event]
+
+
+Stop = ProviderStopped | ProviderError
+Sent = Mapping[str, Any]
