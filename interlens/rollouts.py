@@ -204,6 +204,12 @@ def rollout(conversations: Sequence[Dialogue], settings: Settings) -> RunReport:
     places = places_of(
         settings.devices, models=any(spec.is_local for lineup in lineups for spec in lineup.models())
     )
+    asked = (spec for lineup in lineups for spec in lineup.models())
+    if places.several and any(dict(spec.options).get("batch") for spec in asked):
+        raise ValueError(
+            "batch=True waits for its batches in one process, and this run has several; name one device, or "
+            "leave batch out"
+        )
     return execute(lineups, settings, program.limit_reached, places)
 
 

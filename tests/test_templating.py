@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import os
 import subprocess
 import sys
 import textwrap
@@ -307,3 +308,31 @@ def test_a_description_is_the_same_in_every_process(tmp_path, hash_seed):
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import closures; print(closures.told)"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == here["told"]
+
+
+def test_a_function_has_one_name_in_every_process(tmp_path):
+    """Sets among its constants have another order in every process, and a worker has no source of it."""
+    code = (
+        "from interlens.templating import describe_callable\n"
+        "import cloudpickle, json\n"
+        "def speak(view, near={1: 2}.get):\n"
+        "    inner = lambda x: x in {'p', 'q', 'r', 's'}\n"
+        "    return 'yes' if view in {'a', 'b', 'c', 'd', 'e'} else inner(view)\n"
+        "sent = cloudpickle.loads(cloudpickle.dumps(speak))\n"
+        "assert describe_callable(sent) == describe_callable(speak)\n"
+        "print(json.dumps(describe_callable(speak), sort_keys=True))\n"
+    )
+    script = tmp_path / "speak.py"
+    script.write_text(code)
+    found = set()
+    for seed in ("0", "1", "2"):
+        for arguments in ([str(script)], ["-c", code]):
+            done = subprocess.run(
+                [sys.executable, *arguments],
+                capture_output=True,
+                text=True,
+                env=os.environ | {"PYTHONHASHSEED": seed},
+                check=True,
+            )
+            found.add(done.stdout)
+    assert len(found) == 1, found

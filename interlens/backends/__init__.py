@@ -9,7 +9,9 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from interlens.backends.hosted import from_spec
+from interlens.backends.batch_apis import AnthropicBatches, OpenAIBatches
+from interlens.backends.hosted import HostedBackend, settings_of
+from interlens.backends.provider_batch import BatchBackend
 from interlens.errors import nearest
 from interlens.request import Backend, BackendSpec
 
@@ -40,4 +42,8 @@ def hosted(spec: BackendSpec) -> Backend:
     kind: Any = getattr(importlib.import_module(f"interlens.backends.{module}"), _HOSTED[spec.kind])
     options = dict(spec.options)
     given = {name: options[name] for name in ("upstream", "quantizations") if name in options}
-    return from_spec(spec, kind(**given))
+    dialect = kind(**given)
+    if options.get("batch"):
+        api = AnthropicBatches() if spec.kind == "anthropic" else OpenAIBatches()
+        return BatchBackend(dialect, api, spec.model, **settings_of(spec))
+    return HostedBackend(dialect, spec.model, **settings_of(spec))

@@ -126,6 +126,10 @@ class AnthropicDialect:
             return Failure(kind="again", error=failed(f"{self.name} could not be reached: {error}"))
         return Failure(kind="this call", error=error)
 
+    def told(self, status: int, body: Any) -> Failure:
+        inner = body.get("error", body) if isinstance(body, Mapping) else body
+        return self.judged(status, inner, {})
+
     def judged(self, status: int, body: Any, headers: Mapping[str, str], plain: str = "") -> Failure:
         """What an answer with an error status means."""
         said = _said(body) or plain

@@ -31,7 +31,7 @@ class Look:
     refused: str | None = None
     """Why all of it was refused, where it was."""
     later: bool = False
-    """Whether it was refused because too much waits already: it may be sent again when something has ended."""
+    """Whether it was refused because too much waits already: it may be sent again later."""
     lines: Mapping[int, str] = field(default_factory=dict)
     """Which of its requests are to blame, by number from 0, with what was said."""
     raw: Any = None
@@ -129,7 +129,10 @@ def _openai_results(data: bytes) -> Iterator[tuple[str, Result]]:
             verdict: Verdict = "expired" if code in ("batch_expired", "batch_cancelled") else "error"
             yield row["custom_id"], Result(verdict=verdict, status=500, error=error)
         elif response["status_code"] >= 400:
-            yield row["custom_id"], Result(verdict="error", status=response["status_code"], error=response["body"])
+            yield (
+                row["custom_id"],
+                Result(verdict="error", status=response["status_code"], error=response["body"]),
+            )
         else:
             yield row["custom_id"], Result(verdict="ok", body=response["body"])
 

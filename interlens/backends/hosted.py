@@ -46,7 +46,13 @@ class Dialect(Protocol):
         ...
 
     def read(self, answer: Mapping[str, Any], payload: Mapping[str, Any]) -> Completion: ...
-    def judge(self, error: BaseException) -> Failure: ...
+    def judge(self, error: BaseException) -> Failure:
+        """What an exception of the SDK means."""
+        ...
+
+    def told(self, status: int, body: Any) -> Failure:
+        """What an error in the results of a batch means."""
+        ...
 
 
 class HostedBackend:
@@ -83,6 +89,13 @@ class HostedBackend:
 
     def submit(self, request: Any, on_delta: Told = None) -> Ticket:
         """Begin a call, or say what cannot be asked of a hosted model."""
+        payload = self._payload(request)
+        ticket = Ticket(next(self._numbers))
+        LOOP.get().call_soon_threadsafe(self._begin, ticket, payload, on_delta)
+        return ticket
+
+    def _payload(self, request: Any) -> dict[str, Any]:
+        """The body of a call, or a sentence about what cannot be asked."""
         if not isinstance(request, Generate):
             raise ValueError(f"{self.name} has no forward pass to score or capture; use a local model")
         if request.plan is not None:
@@ -92,10 +105,7 @@ class HostedBackend:
         payload = self.dialect.payload(request) | {"model": self.model}
         if self.extra:
             payload["extra_body"] = {**payload.get("extra_body", {}), **self.extra}
-        ticket = Ticket(next(self._numbers))
-        loop = LOOP.get()
-        loop.call_soon_threadsafe(self._begin, ticket, payload, on_delta)
-        return ticket
+        return payload
 
     def _begin(self, ticket: Ticket, payload: dict[str, Any], told: Told) -> None:
         task = asyncio.get_running_loop().create_task(self._call(payload, told))
@@ -182,14 +192,12 @@ def key_for(dialect: Dialect, base_url: str | None) -> str:
     )
 
 
-def from_spec(spec: BackendSpec, dialect: Dialect) -> HostedBackend:
-    """The backend that a spec names."""
+def settings_of(spec: BackendSpec) -> dict[str, Any]:
+    """What a spec says of how its model is called."""
     options = dict(spec.options)
-    return HostedBackend(
-        dialect,
-        spec.model,
-        base_url=spec.server,
-        max_concurrency=options.get("max_concurrency", 64),
-        timeout=options.get("timeout", 600.0),
-        extra=json.loads(options.get("extra", "{}")),
-    )
+    return {
+        "base_url": spec.server,
+        "max_concurrency": options.get("max_concurrency", 64),
+        "timeout": options.get("timeout", 600.0),
+        "extra": json.loads(options.get("extra", "{}")),
+    }

@@ -161,6 +161,9 @@ class OpenAIDialect:
             return Failure(kind="again", error=failed(f"{self.name} could not be reached: {error}"))
         return Failure(kind="this call", error=error)
 
+    def told(self, status: int, body: Any) -> Failure:
+        return self.judged(status, _code(body), _said(body), {}, body)
+
     def judged(
         self, status: int, code: str | None, said: str, headers: Mapping[str, str], raw: Any
     ) -> Failure:

@@ -13,7 +13,7 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 from interlens.backends.batch_apis import BatchApi, Limits, Look, Result, now
 from interlens.backends.hosted import Dialect, HostedBackend, Told
 from interlens.backends.lanes import LOOP, failed
-from interlens.errors import ProviderError, ProviderStopped
 from interlens.request import Completion, Generate, Ticket, digest_of
 
 log = logging.getLogger("interlens.backends")
@@ -100,6 +99,8 @@ class Batch:
     journal: Journal
     id: str | None = None
     began: float = field(default_factory=now)
+    expected: int | None = None
+    """How many requests an earlier session put into it; `None` for one that is made now."""
 
 
 class BatchBackend(HostedBackend):
@@ -117,6 +118,12 @@ class BatchBackend(HostedBackend):
         self._running: dict[str, Batch] = {}
         self._found: dict[str, tuple[Batch, str]] = {}
         """By key, the batch of an earlier session that holds a request, and its custom id there."""
+        self._recalled: dict[str, Batch] = {}
+        """Batches of an earlier session that are not followed yet."""
+        self._kept: dict[str, Result] = {}
+        """By key, results of an earlier session that nobody has asked for again yet."""
+        self._gathered: list[Batch] = []
+        self._delivered: list[Batch] = []
         self._read: set[Path] = set()
         self._most: int | None = None
         """Requests in a batch, after the provider has said that too much waits."""
@@ -142,31 +149,64 @@ class BatchBackend(HostedBackend):
         if journal is not None and journal not in self._read:
             self._read.add(journal)
             self._recall(item.journal)
-        if (found := self._found.pop(key, None)) is not None:
-            batch, custom_id = found
-            batch.items[custom_id] = item
-        else:
+        if not self._known(item):
             self._waiting.append(item)
             if len(self._waiting) >= self._room():
                 self.idle()
         return item.ticket
+
+    def _known(self, item: Item) -> bool:
+        """Whether an earlier session has asked for this; then its results are waited for, or are there."""
+        with self._lock:
+            if (found := self._found.pop(item.key, None)) is not None:
+                batch, custom_id = found
+                batch.items[custom_id] = item
+                return True
+            kept = self._kept.pop(item.key, None)
+        if kept is None:
+            return False
+        item.chance = 1
+        done = self._verdict(item, kept)
+        if done is None:
+            return False
+        self._give(item, done)
+        return True
+
+    def step(self, timeout: float = 0) -> list[Completion]:
+        """What has come back. A batch counts as collected when its results have been logged: before the next
+        call of this.
+        """
+        self.settle()
+        gathered = list(self._gathered)
+        out = super().step(timeout)
+        self._delivered += gathered
+        del self._gathered[: len(gathered)]
+        return out
+
+    def settle(self) -> None:
+        """Write down that batches were collected whose results have been delivered and logged."""
+        delivered, self._delivered = self._delivered, []
+        for batch in delivered:
+            batch.journal.note("collected", batch.tag)
 
     def idle(self) -> None:
         """Send what waits."""
         waiting, self._waiting = [i for i in self._waiting if not i.over], []
         for items in self._split(waiting):
             self._start(items)
-        for batch in {id(b): b for b, _ in self._found.values()}.values():
-            if batch.tag not in self._running:
+        for batch in self._recalled.values():
+            if batch.items and batch.tag not in self._running:
                 self._follow(batch)
+        self._recalled = {tag: batch for tag, batch in self._recalled.items() if not batch.items}
 
     def cancel(self, ticket: Ticket) -> None:
         """Forget a request; its batch goes on at the provider's, and is found again by the next session."""
         item = self._items.get(ticket.number)
         if item is not None:
-            self._end(item, Completion(finish="cancelled"))
+            self._give(item, Completion(finish="cancelled"))
 
     def close(self) -> None:
+        """Forget everything; batches go on at the provider's."""
         for item in list(self._items.values()):
             item.over = True
         super().close()
@@ -223,10 +263,11 @@ class BatchBackend(HostedBackend):
         for tag, event in journal.open_batches().items():
             if (event["model"], event["provider"]) != (self.model, self.dialect.name):
                 continue
-            batch = Batch(tag, {}, journal, id=event.get("batch"), began=event["time"])
-            for custom_id, key in event["items"].items():
+            sent = event["items"]
+            batch = Batch(tag, {}, journal, event.get("batch"), event["time"], len(sent))
+            self._recalled[tag] = batch
+            for custom_id, key in sent.items():
                 self._found[key] = (batch, custom_id)
-            batch.expected = len(event["items"])  # type: ignore[attr-defined]
 
     # -- a batch's life, in the loop's thread
 
@@ -240,16 +281,15 @@ class BatchBackend(HostedBackend):
         except BaseException as error:  # nobody may wait for ever
             failure = self.dialect.judge(error)
             for item in batch.items.values():
-                self._end(item, Completion(finish="error", error=failure.error))
+                self._give(item, Completion(finish="error", error=failure.error))
         finally:
             self._running.pop(batch.tag, None)
 
     async def _made(self, batch: Batch) -> bool:
         """Make the batch, or find it where the answer was lost; never two."""
         lines = [self.api.line(custom_id, item.payload) for custom_id, item in batch.items.items()]
-        again = getattr(batch, "expected", None)
         error: BaseException | None = None
-        if again is None:
+        if batch.expected is None:
             try:
                 batch.id = await self.api.create(self._client, batch.tag, lines)
             except Exception as found:
@@ -257,12 +297,12 @@ class BatchBackend(HostedBackend):
                 if (failure := self.dialect.judge(found)).kind in ("stop", "this call"):
                     batch.journal.note("void", batch.tag, why=str(found))
                     for item in batch.items.values():
-                        self._end(item, Completion(finish="error", error=failure.error))
+                        self._give(item, Completion(finish="error", error=failure.error))
                     return False
         if batch.id is None:
             await asyncio.sleep(PACE.first * 0.1)
             known = {b.id for b in self._running.values() if b.id is not None}
-            count = again if again is not None else len(lines)
+            count = batch.expected if batch.expected is not None else len(lines)
             batch.id = await self.api.find(self._client, batch.tag, count, batch.began, known)
         if batch.id is None:
             batch.journal.note("void", batch.tag, why=f"it was not made: {error}")
@@ -296,16 +336,18 @@ class BatchBackend(HostedBackend):
             self._refused(batch, look)
             return
         results = await self._fetched(batch, look)
+        with self._lock:
+            held = dict(batch.items)
+            for key in [k for k, (other, _) in self._found.items() if other is batch]:
+                self._kept[key] = results.get(self._found.pop(key)[1], Result(verdict="missing"))
         again: list[Item] = []
-        for custom_id, item in batch.items.items():
-            if item.over:
-                continue
+        for custom_id, item in held.items():
             done = self._verdict(item, results.get(custom_id, Result(verdict="missing")))
             if done is None:
                 again.append(item)
             else:
-                self._end(item, done)
-        batch.journal.note("collected", batch.tag)
+                self._give(item, done)
+        self._gathered.append(batch)
         self._again(again)
 
     async def _fetched(self, batch: Batch, look: Look) -> dict[str, Result]:
@@ -346,7 +388,9 @@ class BatchBackend(HostedBackend):
         for number, item in enumerate(items):
             if number in look.lines or not look.lines:
                 why = look.lines.get(number, look.refused)
-                self._end(item, Completion(finish="error", error=failed(f"{self.name} refused it: {why}", look.raw)))
+                self._give(
+                    item, Completion(finish="error", error=failed(f"{self.name} refused it: {why}", look.raw))
+                )
         self._again([i for i in items if not i.over], free=True)
 
     def _again(self, items: Sequence[Item], *, free: bool = False) -> None:
@@ -357,7 +401,7 @@ class BatchBackend(HostedBackend):
         for part in self._split(items):
             self._start(part)
 
-    def _end(self, item: Item, done: Completion) -> None:
+    def _give(self, item: Item, done: Completion) -> None:
         with self._lock:
             if item.over:
                 return
@@ -369,7 +413,3 @@ class BatchBackend(HostedBackend):
 def pending(journal: Path) -> list[str]:
     """The ids of batches that are still on their way, for a run folder's journal."""
     return [event["batch"] for event in Journal(journal).open_batches().values() if "batch" in event]
-
-
-Stop = ProviderStopped | ProviderError
-Sent = Mapping[str, Any]

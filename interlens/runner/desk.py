@@ -23,6 +23,9 @@ Save = Callable[[Path], None]
 class Desk(ABC):
     """Takes what a job's log and record are made of."""
 
+    batch_journal: Path | None = None
+    """Where batches of hosted models are written down; `None` where they are not."""
+
     @abstractmethod
     def put_file(self, name: str, save: Save) -> None:
         """Have a file of the run folder written; it is on disk before any line that comes after."""

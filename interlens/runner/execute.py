@@ -99,7 +99,7 @@ def _executed(
             store.close()
     report = RunReport(
         session.results(),
-        skipped=session.skipped(),
+        skipped=session.skipped,
         out_dir=settings.out_dir,
         expected=total if stopped else session.n_jobs,
     )
@@ -115,8 +115,7 @@ def _executor(
     places: Places,
     session: Session,
 ) -> Executor:
-    wide = (dict(spec.options).get("max_concurrency", 0) for r in runnables for spec in r.models())
-    limit = (settings.max_batch_size or max(LIVE, *wide, 0)) if settings.batched else 1
+    limit = (settings.max_batch_size or _live(runnables)) if settings.batched else 1
     if not places.several:
         [device], [name] = places.devices, places.names
         return LocalExecutor(
@@ -130,6 +129,14 @@ def _executor(
     return PoolExecutor(
         runnables, places, session, limit=limit, limit_of=limit_of, patience=settings.stall_timeout
     )
+
+
+def _live(runnables: Sequence[Runnable]) -> int:
+    """How many jobs are alive at once: as many as a lane is wide; all of them where they wait for batches."""
+    options = [dict(spec.options) for r in runnables for spec in r.models()]
+    if any(o.get("batch") for o in options):
+        return 1_000_000
+    return max([LIVE, *(int(o.get("max_concurrency", 0)) for o in options)])
 
 
 def _check(settings: Settings) -> None:

@@ -103,7 +103,8 @@ class LocalExecutor:
         run_worker_inits()
         self._exhausted = -1
         tasks = (self._task(w) if w is not None else None for w in self._chained(sources))
-        self._run = scheduler().start(tasks, limit=self.limit)
+        journal = self.desk.batch_journal if self.desk is not None else None
+        self._run = scheduler().start(tasks, limit=self.limit, journal=journal)
         if self._grace is not None:  # it was asked to stop before it began
             self.drain(self._grace)
         with closing(self._run.events(ticks=True)) as events:
@@ -117,6 +118,7 @@ class LocalExecutor:
                     yield ended
                     if len(sources) > 1:
                         self._free(lineup)
+        scheduler().call(scheduler().pool.settle)
 
     def drain(self, grace: float) -> None:
         """As `Executor.drain`."""

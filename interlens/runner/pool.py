@@ -28,6 +28,12 @@ class BackendPool:
             self._resident[which] = self._load(which)
         return self._resident[which]
 
+    def settle(self) -> None:
+        """Let backends write down what has been delivered; for the end of a run."""
+        for backend in self._resident.values():
+            if (settle := getattr(backend, "settle", None)) is not None:
+                settle()
+
     def peek(self, which: BackendSpec) -> Backend | None:
         """The backend if it is resident."""
         return self._resident.get(which)

@@ -4,7 +4,7 @@ import importlib
 import itertools
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,7 @@ class RunReport:
         self,
         results: Mapping[str, RunResult],
         *,
-        skipped: list[str] | None = None,
+        skipped: "list[str] | Callable[[], list[str]] | None" = None,
         out_dir: str | Path | None = None,
         expected: int | None = None,
     ) -> None:
@@ -92,8 +92,7 @@ class RunReport:
             results if isinstance(results, StoredResults) else LiveResults(results)
         )
         """Results by id, in job order; those of a run folder are read when they are asked for."""
-        self.skipped = list(skipped or ())
-        """Ids that were read back and not run."""
+        self._skipped = skipped
         self.out_dir = Path(out_dir) if out_dir is not None else None
         self.expected = expected
 
@@ -116,6 +115,11 @@ class RunReport:
         """Ids of the conversations that failed."""
         pairs = zip(self.results, self.results.kinds(), strict=True)
         return [job for job, kind in pairs if kind.outcome == "failed"]
+
+    @cached_property
+    def skipped(self) -> list[str]:
+        """Ids that were read back and not run."""
+        return list(self._skipped() if callable(self._skipped) else self._skipped or ())
 
     @property
     def tokens_generated(self) -> int:

@@ -15,6 +15,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from interlens.errors import Cancelled
@@ -85,7 +86,13 @@ class Scheduler:
                 return box.get(timeout=0.2)()
 
     def start(
-        self, tasks: Iterable[Task | None], *, limit: int = LIVE, inline: bool = False, stream: bool = False
+        self,
+        tasks: Iterable[Task | None],
+        *,
+        limit: int = LIVE,
+        inline: bool = False,
+        stream: bool = False,
+        journal: Path | None = None,
     ) -> Run:
         """Post programs; they are pulled lazily, at most `limit` alive. A source that gives `None` has none
         yet: whoever feeds it posts something when it has.
@@ -98,6 +105,7 @@ class Scheduler:
         if self._stop:
             raise RuntimeError("a verb was called while the process ends; the scheduler is shut down")
         run = Run(iter(tasks), limit, inline=inline, stream=stream, stop=self._end_run)
+        run.journal = journal
         self.post(partial(self._admit, run))
         return run
 
@@ -218,8 +226,11 @@ class Scheduler:
     def _flush(self) -> bool:
         """Tell backends that nothing else will come; whether something finished."""
         moved = False
-        for key, (backend, _) in list(self._busy.items()):
-            moved = self._collect(key, backend, backend.idle) or moved
+        busy = list(self._busy.items())
+        others = any(not getattr(backend, "patient", False) for _, (backend, _) in busy)
+        for key, (backend, _) in busy:
+            if not (others and getattr(backend, "patient", False)):  # what others finish may ask for more
+                moved = self._collect(key, backend, backend.idle) or moved
         return self._step() or moved
 
     def _collect(self, key: int, backend: Backend, ask: Callable[[], list[Completion] | None]) -> bool:
@@ -302,7 +313,9 @@ class Scheduler:
             def told(text: str) -> None:
                 run.tell(Event("delta", getattr(request.prompt, "pov", task.id), text))
 
-        extra = {"priority": task.number} if getattr(backend, "local", False) else {}
+        extra: dict[str, Any] = {"priority": task.number} if getattr(backend, "local", False) else {}
+        if getattr(backend, "patient", False):
+            extra = {"job": _job_of(task), "journal": _journal_of(run)}
         ticket = backend.submit(request, told, **extra)
         key = id(backend)
         self._asked[key, ticket.number] = (task, place)
@@ -422,6 +435,21 @@ class Scheduler:
         self._inbox.put(lambda: None)
         if self._thread is not None and self._thread.is_alive() and not self.is_here:
             self._thread.join(5)
+
+
+def _journal_of(run: Run) -> Any:
+    """Where batches of a run are written down: also those that its hooks and analyzers ask for."""
+    while run.journal is None and run.nest is not None and run.nest.task.run is not None:
+        run = run.nest.task.run
+    return run.journal
+
+
+def _job_of(task: Task) -> str:
+    """Names what a task is, through the calls that it was asked in."""
+    run = task.run
+    if run is None or run.nest is None:
+        return task.id
+    return f"{_job_of(run.nest.task)}/{run.nest.path}/{task.id}"
 
 
 def _same(value: T) -> T:

@@ -57,6 +57,7 @@ class RunStore(Desk):
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.batch_journal = self.folder / "batches.jsonl"
         self._owner = OwnerLock(self.folder)
         self._owner.take()
         try:

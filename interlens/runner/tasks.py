@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from interlens.request import Backend, Ticket
@@ -81,6 +82,8 @@ class Run:
         """Whether the text of replies is told as it comes."""
         self._stop = stop
         self.live: set[Task] = set()
+        self.journal: Path | None = None
+        """The file in which provider batches of this run are written down."""
         self.exhausted = False
         self.cancelled = False
         self.draining = False

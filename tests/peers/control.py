@@ -40,6 +40,7 @@ def configure(desk: Desk, settings: dict[str, Any]) -> None:
 
 def _batch(batch: Batch) -> dict[str, Any]:
     told = dataclasses.asdict(batch) | {"over": batch.over, "custom_ids": batch.custom_ids}
+    told |= {"counts": dict(batch.counts), "usage": dict(batch.usage)}  # asdict spoils counters before 3.12
     return {name: value for name, value in told.items() if name != "results"}
 
 
@@ -74,7 +75,7 @@ class Control:
         """Do what was asked."""
         status = 200
         try:
-            body = _do(self.desk, await Request(scope, receive).json())
+            told = dumps(_do(self.desk, await Request(scope, receive).json()))
         except Exception as error:
-            status, body = 400, repr(error)
-        await Response(dumps(body), status, media_type="application/json")(scope, receive, send)
+            status, told = 400, dumps(repr(error))
+        await Response(told, status, media_type="application/json")(scope, receive, send)
