@@ -59,26 +59,30 @@ class Desk(ABC):
         job = str(record["id"])
         if activations is not None and len(activations):
             self.put_file(f"activations/{file_name(job)}.safetensors", activations.save)
-        found: dict[str, Any] = {}
         analyses = record.get("analyses") or {}
-        record = record | {"analyses": {name: _plain(a, found) for name, a in analyses.items()}}
-        if found:
-            self.put_file(f"analysis/{file_name(job)}.safetensors", partial(arrays.save, found))
+        record = record | {"analyses": {n: self._put_analysis(record, n, a) for n, a in analyses.items()}}
         return self.put_record_line(job, record_line(record))
+
+    def _put_analysis(self, record: Record, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+        """An analysis as JSON, its arrays in a file that no other analysis, version or attempt writes to; one
+        that has no JSON becomes an analyzer's failure.
+        """
+        which = f"{name}/{found.get('version', '')}/{record['attempt']}"
+        file = f"analysis/{file_name(str(record['id']), which)}.safetensors"
+        out: dict[str, Any] = {}
+        try:
+            plain = {**found, "value": arrays.packed(found["value"], out, file)}
+        except (TypeError, RecursionError) as error:
+            return {**found, "value": None, "error": error_record(error)}
+        if out:
+            self.put_file(file, partial(arrays.save, out))
+        return plain
 
     def read_tensors(self, name: str) -> dict[str, Any]:
         """Tensors that a log entry refers to."""
         from safetensors.torch import load_file
 
         return dict(load_file(str(self.read_file(name))))
-
-
-def _plain(found: Mapping[str, Any], out: dict[str, Any]) -> dict[str, Any]:
-    """An analysis as JSON, its arrays put into `out`; one that has no JSON becomes an analyzer's failure."""
-    try:
-        return {**found, "value": arrays.packed(found["value"], out)}
-    except (TypeError, RecursionError) as error:
-        return {**found, "value": None, "error": error_record(error)}
 
 
 def _save_tensors(tensors: Mapping[str, Any], path: Path) -> None:
@@ -90,11 +94,6 @@ def _save_tensors(tensors: Mapping[str, Any], path: Path) -> None:
 def activation_file(folder: str | Path, job: str) -> Path:
     """Where a job's activations are."""
     return Path(folder) / "activations" / f"{file_name(job)}.safetensors"
-
-
-def analysis_file(folder: str | Path, job: str) -> Path:
-    """Where the arrays of a job's analyses are."""
-    return Path(folder) / "analysis" / f"{file_name(job)}.safetensors"
 
 
 def file_name(job: str, path: str = "") -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from interlens import html
 from interlens.interp.capture import Activations
 from interlens.runner import arrays, ledger
-from interlens.runner.desk import activation_file, analysis_file
+from interlens.runner.desk import activation_file
 from interlens.runner.ledger import Kind, Ledger, Place
 from interlens.transcript import Transcript
 
@@ -122,7 +122,7 @@ class RunResult:
         )
 
     def _arrays(self, value: Any) -> Any:
-        return value if self._folder is None else arrays.unpacked(value, analysis_file(self._folder, self.id))
+        return value if self._folder is None else arrays.unpacked(value, self._folder)
 
     @property
     def attempts(self) -> int:

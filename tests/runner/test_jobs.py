@@ -13,7 +13,7 @@ from interlens.runner.analyzers import (
     resolve_analyzer,
     run_worker_inits,
 )
-from interlens.runner.desk import _plain
+from interlens.runner.arrays import packed
 from interlens.runner.jobs import Job, own_copy
 from interlens.runner.records import error_record, storable
 from tests.runner.talk import talk
@@ -52,16 +52,12 @@ def test_an_error_as_text() -> None:
 
 
 def test_an_analysis_as_json() -> None:
-    assert _plain({"value": (1, math.inf), "error": None}, {}) == {
-        "value": [1, {"$float": "inf"}],
-        "error": None,
-    }
+    assert packed((1, math.inf), {}, "x") == [1, {"$float": "inf"}]
     deep: list[Any] = []
     deep.append(deep)
     for value in (object(), {"x": {1, "a"}}, deep):
-        found = _plain({"value": value, "error": None}, {})
-        assert found["value"] is None
-        assert found["error"]["traceback"]
+        with pytest.raises((TypeError, RecursionError)):
+            packed(value, {}, "x")
 
 
 def test_a_copy_of_ones_own(caplog: pytest.LogCaptureFixture) -> None:

@@ -423,7 +423,26 @@ def test_adding_an_analyzer_runs_nothing_but_the_analyzer(tmp_path: Path) -> Non
     assert len(asked.read_text()) == 18
     loaded = RunReport.load(tmp_path / "run", trust=True)
     assert loaded.analyses() == report.analyses()
-    assert json.dumps(loaded["row_00001"].record["analyses"]["last"]["version"])
+    versions = {a["version"] for a in loaded["row_00001"].record["analyses"].values()}
+    assert len(versions) == 2
+
+
+def test_arrays_of_an_analysis_stay_when_another_is_added(tmp_path: Path) -> None:
+    conv = talk(turns=1)
+
+    def two(c: Conversation) -> Any:
+        return [numpy.full(2, 2.0), numpy.full(3, 3.0)]
+
+    first = conv.analyzer(a=lambda c: numpy.ones(2))
+    assert alone(first, 2, out_dir=tmp_path)["rollout_00001"].analysis["a"].tolist() == [1, 1]
+    more = conv.analyzer(a=lambda c: numpy.ones(2), b=two)
+    for devices in (None, TWO):
+        found = pooled(more, 2, devices=devices, out_dir=tmp_path, extend=True)["rollout_00001"].analysis
+        assert found["a"].tolist() == [1, 1]
+        assert [x.tolist() for x in found["b"]] == [[2, 2], [3, 3, 3]]
+    other = conv.analyzer(a=lambda c: numpy.zeros(2), b=two)  # another version of one of them
+    found = alone(other, 2, out_dir=tmp_path, extend=True)["rollout_00001"].analysis
+    assert (found["a"].tolist(), found["b"][0].tolist()) == ([0, 0], [2, 2])
 
 
 def test_participants_that_fail_fail_their_job_alone() -> None:
@@ -471,7 +490,7 @@ def test_models_in_workers(tmp_path: Path) -> None:
 
 def test_a_model_that_does_not_load_ends_the_run_and_keeps_what_was_done(tmp_path: Path) -> None:
     broken = tmp_path / "model"
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     from interlens.engine.load import tiny
 
     model, tokenizer = tiny()
@@ -480,7 +499,6 @@ def test_a_model_that_does_not_load_ends_the_run_and_keeps_what_was_done(tmp_pat
     [weights] = broken.glob("*.safetensors")
     data = weights.read_bytes()
     weights.write_bytes(data[:100])
-    assert torch is not None
     people = [interlens.AutoModelParticipant.from_pretrained(str(broken), name="a", max_new_tokens=4)]
     conv = Conversation(people, shared_context="Hello.").turns(1)
     with pytest.raises(WorkerError, match=r"3 workers in a row(.|\n)*did not load"):
