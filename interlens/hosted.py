@@ -108,7 +108,8 @@ class APIParticipant(ModelParticipant):
     def sampling(self, **settings: Any) -> SamplingParams:
         """What was set; what was not is the provider's."""
         own = {k: getattr(self, k) for k in SAMPLING if getattr(self, k) is not None}
-        return SamplingParams(**{**own, **settings})
+        given = {**own, **settings}
+        return SamplingParams(**given, given=frozenset(given))
 
     def describe(self) -> dict[str, Any]:
         pinned = {k: v for k, v in self.spec.options if k in ("upstream", "quantizations", "extra")}

@@ -54,9 +54,13 @@ class SamplingParams:
     """Subtract per occurrence in this reply."""
     logit_bias: Mapping[int, float] | None = None
     """Token id to a number added to its logit; -inf bans it."""
+    given: frozenset[str] | None = None
+    """The names that somebody set, where the rest is the provider's; `None`: all hold."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
+            if f.name == "given":
+                continue
             value = getattr(self, f.name)
             plain = isinstance(value, float) or (isinstance(value, Real) and not isinstance(value, bool))
             if f.name != "logit_bias" and not (plain and math.isfinite(value)):
@@ -81,13 +85,20 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", bias)
 
     def applied(self) -> dict[str, Any]:
-        """The settings that change anything, and the temperature always: what a message records."""
+        """What a message records: the settings that change anything, and the temperature always; of a hosted
+        model what was set.
+        """
+        if self.given is not None:
+            return {name: self._stored(name) for name in sorted(self.given)}
         out: dict[str, Any] = {"temperature": self.temperature}
         for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name != "temperature" and value != f.default:
-                out[f.name] = {str(k): v for k, v in value.items()} if f.name == "logit_bias" else value
+            if f.name != "temperature" and getattr(self, f.name) != f.default:
+                out[f.name] = self._stored(f.name)
         return out
+
+    def _stored(self, name: str) -> Any:
+        value = getattr(self, name)
+        return {str(k): v for k, v in value.items()} if name == "logit_bias" and value else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

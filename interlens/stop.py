@@ -161,6 +161,11 @@ class CostBudget(StopCondition):
         self.amount = amount
 
     def should_stop(self, conv: Conversing, last_message: Message | None) -> bool:
+        for m in conv.transcript:
+            if "provider" in m.metadata and m.metadata.get("cost") is None:
+                raise ValueError(
+                    f"a CostBudget cannot be kept: {m.author}'s turns have no cost; give it prices={{…}}"
+                )
         return sum(float(m.metadata.get("cost") or 0) for m in conv.transcript) >= self.amount
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from interlens.backends.hosted import HostedBackend, Told
-from interlens.backends.lanes import Failure, failed
+from interlens.backends.lanes import Failure, broken_off, failed, seconds_of
 from interlens.errors import ContextOverflow, ProviderStopped
 from interlens.request import Capabilities, Completion, Finish, Generate, SamplingParams
 
@@ -16,7 +16,6 @@ _FINISH: dict[str, Finish] = {
     "model_context_window_exceeded": "length",
     "tool_use": "tools",
     "refusal": "refusal",
-    "pause_turn": "eos",
 }
 _EMPTY = "…"
 """What stands for a message without words, which the provider refuses."""
@@ -63,9 +62,7 @@ class AnthropicDialect:
 
     def _sampling(self, sampling: SamplingParams) -> dict[str, Any]:
         given = dict(sampling.applied())
-        if sampling.temperature == SamplingParams().temperature:
-            del given["temperature"]
-        elif sampling.temperature > 1:
+        if given.get("temperature", 0) > 1:
             raise ValueError(f"{self.name} takes a temperature up to 1, got {sampling.temperature}")
         for name in given:
             if name not in ("temperature", "top_p", "top_k"):
@@ -101,7 +98,17 @@ class AnthropicDialect:
             for p in parts
             if p["type"] == "tool_use"
         )
-        usage = _usage(answer.get("usage") or {})
+        finish = _FINISH.get(str(answer.get("stop_reason")))
+        if finish is None:
+            word = answer.get("stop_reason")
+            raise failed(
+                f"{self.name} ended a reply with {word!r}: nobody knows whether it is whole", dict(answer)
+            )
+        if not answer.get("usage"):
+            raise failed(
+                f"{self.name} told no usage: tokens cannot be counted, nor budgets kept", dict(answer)
+            )
+        usage = _usage(answer["usage"])
         served: dict[str, Any] = {"provider": self.name, "model": answer.get("model")}
         if thought:
             served["reasoning"] = thought
@@ -109,7 +116,7 @@ class AnthropicDialect:
             served["rules"] = list(rules)
         return Completion(
             text=text,
-            finish=_FINISH.get(str(answer.get("stop_reason")), "eos"),
+            finish=finish,
             n_tokens=usage["output"],
             n_prompt_tokens=usage["input"],
             usage=usage,
@@ -120,11 +127,11 @@ class AnthropicDialect:
     def judge(self, error: BaseException) -> Failure:
         import anthropic
 
-        if isinstance(error, anthropic.APIStatusError):
+        if isinstance(error, anthropic.APIStatusError):  # 200 is an error inside a stream
             return self.judged(error.status_code, error.body, dict(error.response.headers), str(error))
         if isinstance(error, anthropic.APIConnectionError | anthropic.APITimeoutError):
             return Failure(kind="again", error=failed(f"{self.name} could not be reached: {error}"))
-        return Failure(kind="this call", error=error)
+        return broken_off(self.name, error) or Failure(kind="this call", error=error)
 
     def told(self, status: int, body: Any) -> Failure:
         inner = body.get("error", body) if isinstance(body, Mapping) else body
@@ -140,7 +147,7 @@ class AnthropicDialect:
             return Failure(kind="stop", error=stopped)
         if "prompt is too long" in said or "exceed context limit" in said:
             return Failure(kind="this call", error=ContextOverflow(text))
-        wait = _seconds(headers.get("retry-after"))
+        wait = seconds_of(headers.get("retry-after"))
         if status in (429, 529, 503) or kind == "overloaded_error":
             return Failure(kind="slow down", error=failed(text, body), wait=wait)
         if status >= 500 or status in (408, 409):
@@ -222,13 +229,6 @@ def _said(body: Any) -> str:
 def _kind(body: Any) -> str | None:
     inner = body.get("error", body) if isinstance(body, Mapping) else None
     return inner.get("type") if isinstance(inner, Mapping) else None
-
-
-def _seconds(text: str | None) -> float | None:
-    try:
-        return max(0.0, float(text)) if text is not None else None
-    except ValueError:
-        return None
 
 
 class AnthropicBackend(HostedBackend):

@@ -83,6 +83,7 @@ class HostedBackend:
         self._client = dialect.client(key, base_url, timeout)
         address = dialect.address(base_url)
         self.lane: Lane = LOOP.lane(address, key, model, max_concurrency, patience or lanes.PATIENCE)
+        self.lane.ask(id(self), max_concurrency)
         self._numbers = itertools.count()
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._tasks: dict[int, asyncio.Task[Completion]] = {}
@@ -126,17 +127,30 @@ class HostedBackend:
     async def _call(self, payload: dict[str, Any], told: Told) -> Completion:
         began = time.monotonic()
 
+        shown: list[str] = []
+
+        def show(text: str) -> None:
+            shown.append(text)
+            assert told is not None
+            told(text)
+
+        def judge(error: BaseException) -> Failure:
+            failure = self.dialect.judge(error)
+            if shown and failure.kind in ("again", "slow down"):  # what was shown cannot be taken back
+                return Failure(kind="this call", error=failure.error)
+            return failure
+
         async def send() -> dict[str, Any]:
             while True:
                 try:
-                    return await self.dialect.send(self._client, payload, told)
+                    return await self.dialect.send(self._client, payload, show if told else None)
                 except Exception as error:
                     rule = self.dialect.adapted(error, payload)
                     if rule is None:
                         raise
                     payload.setdefault("_rules", []).append(rule)
 
-        answer = await self.lane.call(send, self.dialect.judge)
+        answer = await self.lane.call(send, judge)
         done = self.dialect.read(answer, payload)
         return done.with_(timings={"seconds": time.monotonic() - began})
 
@@ -172,6 +186,7 @@ class HostedBackend:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._client.close()
+            self.lane.ask(id(self), None)
 
         LOOP.call(end)
 

@@ -9,6 +9,7 @@ thread, so that scripts, threads and notebooks are alike.
 
 import asyncio
 import hashlib
+import json
 import random
 import threading
 from collections.abc import Awaitable, Callable
@@ -60,7 +61,10 @@ class Lane:
     def __init__(self, name: str, max_concurrency: int, patience: Patience) -> None:
         self.name, self.most, self.patience = name, max_concurrency, patience
         self.limit = max_concurrency
+        self.widths: dict[int, int] = {}
+        """By backend, how wide it asks the lane to be; the narrowest counts, while that backend lives."""
         self.in_flight = 0
+        self.queued = 0
         self.calls = 0
         self.cuts = 0
         """How often its concurrency was halved."""
@@ -73,8 +77,14 @@ class Lane:
     async def call(self, send: Callable[[], Awaitable[T]], judge: Callable[[BaseException], Failure]) -> T:
         """Make a call, as often as it takes; raise what `judge` makes of the last failure."""
         tries = 0
+        if self.stopped is not None and not self.in_flight and not self.queued:
+            self.stopped = None  # whoever calls now has had time to mend the cause
         while True:
-            began = await self._enter()
+            self.queued += 1
+            try:
+                began = await self._enter()
+            finally:
+                self.queued -= 1
             try:
                 value = await send()
             except asyncio.CancelledError:
@@ -142,9 +152,14 @@ class Lane:
         else:
             await asyncio.sleep(wait)
 
-    def forgive(self) -> None:
-        """Try again, although the lane was stopped: the user says that the cause is gone."""
-        self.stopped = None
+    def ask(self, backend: int, width: int | None) -> None:
+        """Set how wide a backend wants the lane; `None` when it is gone."""
+        if width is None:
+            self.widths.pop(backend, None)
+        else:
+            self.widths[backend] = width
+        self.most = min(self.widths.values(), default=self.most)
+        self.limit = self.most if width is None else min(self.limit, self.most)
 
 
 class Loop:
@@ -173,19 +188,33 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(run(), self.get()).result()
 
     def lane(self, url: str, key: str, model: str, most: int, patience: Patience) -> Lane:
-        """The lane of a key and a model at an address; whoever names it first says how wide it is."""
+        """The lane of a key and a model at an address."""
         mark = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
         known = self.lanes.get((url, mark, model))
         if known is None:
             known = self.lanes[url, mark, model] = Lane(f"{model} at {url}", most, patience)
-        known.most = min(known.most, most)
-        known.limit = min(known.limit, known.most)
-        if known.stopped is not None and not known.in_flight:
-            known.forgive()
+        if not known.widths:
+            known.most = known.limit = most
         return known
 
 
 LOOP = Loop()
+
+
+def broken_off(name: str, error: BaseException) -> Failure | None:
+    """A connection or an answer that broke in its middle, which the SDKs leave as they are."""
+    from_wire = type(error).__module__.split(".")[0] in ("httpx", "httpx2", "httpcore", "httpcore2")
+    if not from_wire and not isinstance(error, json.JSONDecodeError):
+        return None
+    return Failure(kind="again", error=failed(f"{name} broke off its answer: {error!r}"))
+
+
+def seconds_of(text: str | None) -> float | None:
+    """Seconds of a Retry-After header; dates are not used by these providers."""
+    try:
+        return max(0.0, float(text)) if text is not None else None
+    except ValueError:
+        return None
 
 
 def failed(text: str, raw: Any = None) -> ProviderError:

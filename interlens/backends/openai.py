@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from interlens.backends.hosted import HostedBackend, Told
-from interlens.backends.lanes import Failure, failed
+from interlens.backends.lanes import Failure, broken_off, failed, seconds_of
 from interlens.errors import ContextOverflow, ProviderStopped
 from interlens.request import Capabilities, Completion, Finish, Generate, SamplingParams
 
@@ -89,10 +89,8 @@ class OpenAIDialect:
         return None
 
     def _sampling(self, sampling: SamplingParams) -> dict[str, Any]:
-        """What differs from the defaults; a provider's own defaults hold where nothing was set."""
+        """What was set; a provider's own defaults hold for the rest."""
         given = dict(sampling.applied())
-        if "temperature" in given and sampling.temperature == SamplingParams().temperature:
-            del given["temperature"]
         for name in ("top_k", "min_p", "repetition_penalty"):
             if name in given:
                 raise ValueError(f"{self.name} has no {name}; leave it out, or use a local model")
@@ -122,7 +120,16 @@ class OpenAIDialect:
         choice = choices[0]
         said = choice.get("message") or {}
         text, refusal = said.get("content") or "", said.get("refusal")
-        finish = _FINISH.get(str(choice.get("finish_reason")), "eos")
+        finish = _FINISH.get(str(choice.get("finish_reason")))
+        if finish is None:
+            word = choice.get("finish_reason")
+            raise failed(
+                f"{self.name} ended a reply with {word!r}: nobody knows whether it is whole", dict(answer)
+            )
+        if not answer.get("usage"):
+            raise failed(
+                f"{self.name} told no usage: tokens cannot be counted, nor budgets kept", dict(answer)
+            )
         if refusal:
             text, finish = refusal, "refusal"
         calls = tuple(
@@ -159,7 +166,7 @@ class OpenAIDialect:
             return self.judged(error.status_code, code, said, dict(error.response.headers), error.body)
         if isinstance(error, openai.APIConnectionError | openai.APITimeoutError):
             return Failure(kind="again", error=failed(f"{self.name} could not be reached: {error}"))
-        return Failure(kind="this call", error=error)
+        return broken_off(self.name, error) or Failure(kind="this call", error=error)
 
     def told(self, status: int, body: Any) -> Failure:
         return self.judged(status, _code(body), _said(body), {}, body)
@@ -175,7 +182,7 @@ class OpenAIDialect:
             )
         if code == "context_length_exceeded" or "maximum context length" in said:
             return Failure(kind="this call", error=ContextOverflow(text))
-        wait = _seconds(headers.get("retry-after"))
+        wait = seconds_of(headers.get("retry-after"))
         if status in (429, 529, 503):
             return Failure(kind="slow down", error=failed(text, raw), wait=wait)
         if status >= 500 or status in (408, 409):
@@ -207,10 +214,7 @@ class OpenRouterDialect(OpenAIDialect):
         return body
 
     def _sampling(self, sampling: SamplingParams) -> dict[str, Any]:
-        given = dict(sampling.applied())
-        if sampling.temperature == SamplingParams().temperature:
-            del given["temperature"]
-        return given
+        return dict(sampling.applied())
 
     async def send(self, client: Any, payload: Mapping[str, Any], told: Told) -> dict[str, Any]:
         answer = await super().send(client, payload, told)
@@ -312,14 +316,6 @@ def _code(body: Any) -> str | None:
     inner = body.get("error", body) if isinstance(body, Mapping) else None
     code = inner.get("code") if isinstance(inner, Mapping) else None
     return code if isinstance(code, str) else None
-
-
-def _seconds(text: str | None) -> float | None:
-    """Seconds of a Retry-After header; dates are not used by these providers."""
-    try:
-        return max(0.0, float(text)) if text is not None else None
-    except ValueError:
-        return None
 
 
 class OpenAIBackend(HostedBackend):

@@ -3,7 +3,6 @@ one lane for everybody, and no word that is taken for another.
 """
 
 import json
-import os
 import pickle
 import threading
 import time
@@ -461,4 +460,71 @@ def test_a_saved_conversation_comes_back(peer: Provider, tmp_path: Path) -> None
     assert again.transcript == conv.transcript
     assert again.recipe.describe() == conv.recipe.describe()
     again.run(1)
-    assert os.environ["OPENAI_API_KEY"] == "key"
+    assert again.transcript[-1].author == "ana"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_setting_that_equals_a_default_is_sent_all_the_same(peer: Provider, kind: str) -> None:
+    """The server's own default may be another."""
+    message = Conversation([person(peer, kind, temperature=1.0, top_p=1.0)], shared_context="x").step("ana")
+    assert message is not None
+    assert (bodies(peer)[-1]["temperature"], bodies(peer)[-1]["top_p"]) == (1.0, 1.0)
+    assert message.metadata["sampling"] == {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 40}
+    message = Conversation([person(peer, kind)], shared_context="x").step("ana")
+    assert message is not None
+    assert message.metadata["sampling"] == {"max_new_tokens": 40}  # what the provider took is not known
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("reply", "named"),
+    [({"text": "ok", "usage": None}, "told no usage"), ({"text": "ok", "finish": "odd"}, "'odd'")],
+)
+def test_what_cannot_be_counted_or_is_not_whole_is_an_error(
+    peer: Provider, kind: str, reply: dict[str, Any], named: str
+) -> None:
+    peer.reply = lambda body, kind: reply
+    if kind == "anthropic" and reply.get("usage", 1) is None:
+        reply = {"text": "ok", "answer": {"usage": None}}
+    with pytest.raises(ProviderError, match=named):
+        Conversation([person(peer, kind)], shared_context="x").step("ana")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_that_breaks_shows_no_word_twice(peer: Provider, kind: str) -> None:
+    peer.fault("messages" if kind == "anthropic" else "chat", cut=5)
+    conv = talk(peer, kind).set(
+        shared_context="A long enough prompt to be echoed in many pieces, word by word."
+    )
+    pieces: list[str] = []
+    with pytest.raises(ProviderError):
+        for piece in conv.stream("ana"):
+            pieces.append(piece)
+    assert len(bodies(peer)) == 1
+    assert conv.n_turns == 0
+
+
+def test_a_lane_that_was_stopped_is_tried_by_the_next_call(peer: Provider) -> None:
+    """The same process, the same backend: whoever has paid calls again."""
+    peer.fault("chat", status=429, code="insufficient_quota", times=3)
+    conv = talk(peer, turns=1, max_concurrency=3).set(data=rows(12))
+    with pytest.raises(ProviderStopped):
+        conv.rollout(progress=False)
+    peer.faults.clear()
+    assert conv.rollout(progress=False).counts()["done"] == 12
+
+
+def test_a_lane_is_as_narrow_as_the_narrowest_that_lives(peer: Provider) -> None:
+    peer.latency = 0.02
+    talk(peer, turns=1, max_concurrency=2).set(data=rows(8)).rollout(progress=False)
+    assert peer.most_in_flight == 2
+    interlens.unload()
+    talk(peer, turns=1, max_concurrency=6).set(data=rows(18)).rollout(progress=False)
+    assert peer.most_in_flight == 6
+
+
+def test_a_cost_budget_without_prices_is_refused(peer: Provider) -> None:
+    conv = Conversation([person(peer)], shared_context="x")
+    with pytest.raises(ValueError, match="ana's turns have no cost"):
+        conv.run(turns=5, until=interlens.CostBudget(1.0))
+    assert conv.n_turns == 1
