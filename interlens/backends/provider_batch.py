@@ -58,16 +58,23 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
 
+    def batches(self) -> set[str]:
+        """The ids of all batches that were ever submitted."""
+        return {event["batch"] for event in self._events() if event["event"] == "submitted"}
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        if self.path is None or not self.path.exists():
+            return
+        for line in self.path.read_bytes().split(b"\n"):
+            try:
+                yield json.loads(line)
+            except ValueError:  # a torn line: what it would have said did not happen for us
+                continue
+
     def open_batches(self) -> dict[str, dict[str, Any]]:
         """By tag, what was intended and has not been collected."""
         found: dict[str, dict[str, Any]] = {}
-        if self.path is None or not self.path.exists():
-            return found
-        for line in self.path.read_bytes().split(b"\n"):
-            try:
-                event = json.loads(line)
-            except ValueError:  # a torn line: what it would have said did not happen for us
-                continue
+        for event in self._events():
             if event["event"] == "intent":
                 found[event["tag"]] = event
             elif event["event"] == "submitted" and event["tag"] in found:
@@ -86,6 +93,9 @@ class Item:
     payload: dict[str, Any]
     journal: Journal
     chance: int = 0
+    """How many batches it was in."""
+    unmade: int = 0
+    """How many batches with it could not be made."""
     over: bool = False
 
 
@@ -101,6 +111,8 @@ class Batch:
     began: float = field(default_factory=now)
     expected: int | None = None
     """How many requests an earlier session put into it; `None` for one that is made now."""
+    found: bool = False
+    """Whether it was found again, so that its results must prove whose it is."""
 
 
 class BatchBackend(HostedBackend):
@@ -125,6 +137,10 @@ class BatchBackend(HostedBackend):
         self._gathered: list[Batch] = []
         self._delivered: list[Batch] = []
         self._read: set[Path] = set()
+        self._ours: set[str] = set()
+        """Ids of batches that are known to be somebody's here."""
+        self._held: list[Item] = []
+        """What may be sent when a batch has ended."""
         self._most: int | None = None
         """Requests in a batch, after the provider has said that too much waits."""
         self._tickets = itertools.count()
@@ -240,9 +256,7 @@ class BatchBackend(HostedBackend):
 
     def _start(self, items: Sequence[Item]) -> None:
         tag = hashlib.blake2b(os.urandom(16), digest_size=6).hexdigest()
-        named = {f"{tag}-{item.key}-{item.chance}": item for item in items}
-        if len(named) < len(items):
-            raise ValueError("two requests of one job have the same path: they could not be told apart")
+        named = {f"{tag}-{item.key}-{number}": item for number, item in enumerate(items)}
         for item in items:
             item.chance += 1
         batch = Batch(tag, named, items[0].journal)
@@ -284,6 +298,15 @@ class BatchBackend(HostedBackend):
                 self._give(item, Completion(finish="error", error=failure.error))
         finally:
             self._running.pop(batch.tag, None)
+            self._release()
+
+    def _release(self) -> None:
+        """Send a part of what was too much, now that a batch has ended."""
+        held, self._held = [i for i in self._held if not i.over], []
+        parts = list(self._split(held))
+        if parts:
+            self._start(parts[0])
+            self._held = [item for part in parts[1:] for item in part]
 
     async def _made(self, batch: Batch) -> bool:
         """Make the batch, or find it where the answer was lost; never two."""
@@ -300,18 +323,41 @@ class BatchBackend(HostedBackend):
                         self._give(item, Completion(finish="error", error=failure.error))
                     return False
         if batch.id is None:
-            await asyncio.sleep(PACE.first * 0.1)
-            known = {b.id for b in self._running.values() if b.id is not None}
-            count = batch.expected if batch.expected is not None else len(lines)
-            batch.id = await self.api.find(self._client, batch.tag, count, batch.began, known)
+            batch.id = await self._search(batch, batch.expected or len(lines))
+            batch.found = True
         if batch.id is None:
             batch.journal.note("void", batch.tag, why=f"it was not made: {error}")
-            await asyncio.sleep(PACE.first * random.random())
-            self._again(list(batch.items.values()), free=True)
+            await self._unmade(batch, error)
             return False
+        self._ours.add(batch.id)
         batch.journal.note("submitted", batch.tag, batch=batch.id)
         log.info("%s: batch %s of %d requests", self.name, batch.id, len(batch.items))
         return True
+
+    async def _search(self, batch: Batch, count: int) -> str | None:
+        """Find a batch that may have been made. It may take a while until it is listed."""
+        for share in (0.1, 0.3, 0.6):
+            await asyncio.sleep(PACE.first * share)
+            try:
+                ours = self._ours | batch.journal.batches()
+                found = await self.api.find(self._client, batch.tag, count, batch.began, ours)
+            except Exception as error:
+                if self.dialect.judge(error).kind == "stop":
+                    raise
+                continue
+            if found is not None:
+                return found
+        return None
+
+    async def _unmade(self, batch: Batch, error: BaseException | None) -> None:
+        """Try again, but not for ever."""
+        await asyncio.sleep(PACE.first * random.random())
+        for item in batch.items.values():
+            item.unmade += 1
+            if item.unmade > self.lane.patience.retries:
+                why = f"{self.name}: no batch could be made in {item.unmade} tries: {error}"
+                self._give(item, Completion(finish="error", error=failed(why)))
+        self._again(list(batch.items.values()), free=True)
 
     async def _ended(self, batch: Batch) -> Look | None:
         """Look at it until it has ended; nobody looks when nobody waits."""
@@ -336,6 +382,11 @@ class BatchBackend(HostedBackend):
             self._refused(batch, look)
             return
         results = await self._fetched(batch, look)
+        if results and batch.found and not any(custom_id.startswith(batch.tag) for custom_id in results):
+            self._ours.add(str(batch.id))  # it was another's of the same size: ours was not made
+            batch.journal.note("void", batch.tag, why=f"{batch.id} is another's")
+            self._again(list(batch.items.values()), free=True)
+            return
         with self._lock:
             held = dict(batch.items)
             for key in [k for k, (other, _) in self._found.items() if other is batch]:
@@ -383,7 +434,9 @@ class BatchBackend(HostedBackend):
         items = list(batch.items.values())
         if look.later:
             self._most = max(1, len(items) // 2)
-            self._again(items, free=True)
+            for item in items:
+                item.chance -= 1
+            self._held += items
             return
         for number, item in enumerate(items):
             if number in look.lines or not look.lines:

@@ -449,7 +449,7 @@ def _job_of(task: Task) -> str:
     run = task.run
     if run is None or run.nest is None:
         return task.id
-    return f"{_job_of(run.nest.task)}/{run.nest.path}/{task.id}"
+    return f"{_job_of(run.nest.task)}/{getattr(task.log, 'prefix', run.nest.path)}/{task.id}"
 
 
 def _same(value: T) -> T:

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,8 +99,6 @@ def test_results_in_any_shape(peer: Provider, kind: str, ending: dict[str, Any])
 @contextmanager
 def finishing(peer: Provider, ending: Callable[[int], dict[str, Any]]) -> Iterator[None]:
     """End each batch in a way of its own, as soon as it is there."""
-    import threading
-
     peer.auto_finish = None
     stop = threading.Event()
 
@@ -190,6 +189,49 @@ def test_batches_need_one_process(peer: Provider) -> None:
     conv = talk(at(peer, "openai"), 1, 3)
     with pytest.raises(ValueError, match="waits for its batches in one process"):
         conv.rollout(devices=["cpu", "cpu"], progress=False)
+
+
+def test_requests_that_are_alike_are_told_apart(peer: Provider) -> None:
+    """Two runs without a folder, and a judge that is asked the same twice: nobody waits for ever."""
+    judge = Conversation(
+        [next(iter(talk(at(peer, "openai")).recipe.participants))], shared_context="Rate it."
+    )
+
+    def twice(conv: Conversation) -> list[str]:
+        return [judge.branch().sample("ana", "well?").content for _ in range(2)]
+
+    conv = talk(at(peer, "openai"), 1, 3).analyzer(twice)
+    found: list[RunReport] = []
+    threads = [threading.Thread(target=lambda: found.append(conv.rollout(progress=False))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 2
+    for report in found:
+        right(report, 3, 1)
+        assert all(len(a) == 2 and "well?" in a[0] for a in report.analyses().values())
+
+
+def test_a_batch_that_is_never_made_ends_in_an_error(peer: Provider) -> None:
+    peer.fault("batches.create", status=500, times=None)
+    report = talk(at(peer, "openai"), 1, 2).rollout(progress=False)
+    assert len(report.failed) == 2
+    assert "no batch could be made in 5 tries" in str(report["row_00000"].error)
+    assert list(peer.batches) == []
+
+
+def test_anothers_batch_of_the_same_size_is_not_taken_for_ours(peer: Provider) -> None:
+    """The provider has no place for a tag: whose a batch is, its results tell."""
+    import anthropic
+
+    client = anthropic.Anthropic(api_key="key", base_url=peer.anthropic_url, max_retries=0)
+    params: Any = {"model": "m-1", "max_tokens": 9, "messages": [{"role": "user", "content": "theirs"}]}
+    client.messages.batches.create(requests=[{"custom_id": f"other-{i}", "params": params} for i in range(3)])
+    client.close()
+    peer.fault("message_batches.create", status=500)  # ours is not made, and nobody says so
+    right(talk(at(peer, "anthropic"), 1, 3, kind="anthropic").rollout(progress=False), 3, 1)
+    assert [len(b.requests) for b in peer.batches] == [3, 3]
 
 
 PROGRAM = """
