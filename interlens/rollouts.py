@@ -13,7 +13,7 @@ from interlens.dialogue import Dialogue
 from interlens.errors import nearest
 from interlens.hooks import TurnHook
 from interlens.interp.capture import Activations
-from interlens.message import tagged, untagged
+from interlens.message import Message, tagged, untagged
 from interlens.models import ModelParticipant
 from interlens.recipe import Recipe
 from interlens.request import BackendSpec, digest_of
@@ -154,8 +154,8 @@ class Lineup:
         """What its turns captured."""
         return Activations([a for m in live.transcript if m.activations is not None for a in m.activations])
 
-    def restore(self, record: Record) -> Dialogue:
-        """The conversation as it ended."""
+    def restore(self, record: Record, activations: Activations | None = None) -> Dialogue:
+        """The conversation as it ended, with what its turns captured where that is at hand."""
         job = Job(
             id=record["id"],
             seed=record["seed"],
@@ -164,9 +164,18 @@ class Lineup:
             sample=record["sample"],
         )
         conv = self.begin(job)
-        conv.resume_at(Transcript.from_list(record["transcript"]), untagged(record))
+        transcript = Transcript.from_list(record["transcript"])
+        for index, message in enumerate(transcript if activations is not None else ()):
+            own = [a for a in activations or () if (a.turn, a.participant) == _turn_of(message)]
+            if own:
+                transcript.replace(index, message.with_(activations=Activations(own)))
+        conv.resume_at(transcript, untagged(record))
         self.settle(conv, record.get("analyses") or {})
         return conv
+
+
+def _turn_of(message: Message) -> tuple[Any, str]:
+    return message.metadata.get("turn"), message.author
 
 
 def _samples(job: Job, samples: int) -> Iterator[Job]:

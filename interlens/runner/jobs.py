@@ -56,6 +56,8 @@ class Attempt:
     """Whether it ended the process it ran in, twice, and is run alone."""
     known: Record | None = None
     """The record of a job that has ended and lacks an analysis."""
+    activations: Any = None
+    """What its turns captured."""
     broken: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Analyzers that ended the process they ran in, with the error to record: they are not run again."""
 
@@ -87,7 +89,7 @@ class Runnable(Protocol):
     def begin(self, job: Job) -> Any: ...
     def program(self, live: Any) -> Generator[Any, Any, tuple[str, str]]: ...
     def record(self, live: Any) -> Record: ...
-    def restore(self, record: Record) -> Any: ...
+    def restore(self, record: Record, activations: Any = None) -> Any: ...
     def settle(self, live: Any, analyses: Mapping[str, Any]) -> None: ...
     def activations(self, live: Any) -> Any: ...
 
@@ -162,7 +164,7 @@ def _analysed_again(
     runnable: Runnable, attempt: Attempt, known: Record, keep: Keep[E]
 ) -> Generator[Any, Any, E]:
     """Run the analyzers that an ended job lacks; nothing of the job itself is run."""
-    live = runnable.restore(known)
+    live = runnable.restore(known, attempt.activations)
     have = known.get("analyses") or {}
     lacking = [a for a in runnable.analyzers if have.get(a.name, {}).get("version") != a.version]
     new = yield from _analyse(lacking, live, attempt.broken)

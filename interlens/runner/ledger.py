@@ -1,4 +1,4 @@
-"""What is known of every record without reading it: about sixty bytes a job, so that a million fit.
+"""What is known of every record without reading it: about eighty bytes a job, so that a million fit.
 
 A record's line begins with its head, in a fixed order, so that a scan reads that far and no farther. What
 most jobs have in common (outcome, attempts, analyses) is kept once, as a `Kind`.

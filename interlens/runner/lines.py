@@ -6,7 +6,7 @@ again. Lines end at newlines only: replies may hold every other line separator.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -87,6 +87,15 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def put_file(target: Path, save: Callable[[Path], None]) -> None:
+    """Have a file written and put on disk; a reader sees the old one or the new one."""
+    target.parent.mkdir(exist_ok=True)
+    work = target.with_name(f"{target.name}.{os.getpid()}.new")
+    save(work)
+    sync(work)
+    work.replace(target)
 
 
 def write_whole(path: Path, value: Mapping[str, Any]) -> None:

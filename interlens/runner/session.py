@@ -7,7 +7,9 @@ from functools import partial
 from typing import Any
 
 from interlens.errors import RecipeChanged
+from interlens.interp.capture import Activations
 from interlens.request import digest_of
+from interlens.runner.desk import activation_file
 from interlens.runner.executor import Ended, Executor, Source, Work
 from interlens.runner.interrupts import Interrupts
 from interlens.runner.jobs import Attempt, Expansion, Job, Runnable
@@ -101,8 +103,14 @@ class Session:
             earlier = (*record.get("earlier", ()), f"{record['reason']}: {record.get('message', '')}")
             return Attempt(job=job, number=kind.attempts + 1, earlier=earlier, quarantined=kind.quarantined)
         if kind.end == self._ends[kind.lineup]:
-            return Attempt(job=job, number=kind.attempts, known=read_record(self._ledger.place(row)))
+            known = read_record(self._ledger.place(row))
+            return Attempt(job=job, number=kind.attempts, known=known, activations=self._captured(job.id))
         return Attempt(job=job, number=kind.attempts + 1)
+
+    def _captured(self, job: str) -> Activations | None:
+        assert self.store is not None
+        file = activation_file(self.store.folder, job)
+        return Activations.load(file) if file.exists() else None
 
     def _log(self, job: str, without_analyses: bool) -> list[Entry]:
         """What a job has logged. One that ended and goes further is another one to its analyzers."""

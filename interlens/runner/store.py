@@ -27,7 +27,7 @@ from interlens.runner.lines import (
     appending,
     cut_torn_tail,
     encoded,
-    sync,
+    put_file,
     whole_lines,
     write_whole,
 )
@@ -152,12 +152,7 @@ class RunStore(Desk):
         append(self._journal, encoded({"event": event, "time": time.time(), **tagged(what)}))
 
     def put_file(self, name: str, save: Save) -> None:
-        target = self.folder / name
-        target.parent.mkdir(exist_ok=True)
-        work = target.with_name(f"{target.name}.new")
-        save(work)
-        sync(work)
-        work.replace(target)
+        put_file(self.folder / name, save)
 
     def read_file(self, name: str) -> Path:
         return self.folder / name

@@ -25,7 +25,7 @@ from interlens.runner.analyzers import register_worker_init
 from interlens.runner.desk import Desk, Save
 from interlens.runner.executor import LocalExecutor, Work
 from interlens.runner.jobs import own_copy
-from interlens.runner.lines import sync
+from interlens.runner.lines import put_file
 from interlens.runner.records import error_record
 from interlens.runner.scheduler import scheduler
 from interlens.runner.tasks import INSIDE
@@ -49,12 +49,7 @@ class WorkerDesk(Desk):
 
     def put_file(self, name: str, save: Save) -> None:
         if self.sees:
-            target = self.folder / name
-            target.parent.mkdir(exist_ok=True)
-            work = target.with_name(f"{target.name}.{os.getpid()}.new")
-            save(work)
-            sync(work)
-            work.replace(target)
+            put_file(self.folder / name, save)
             return
         with tempfile.TemporaryDirectory() as folder:
             save(path := Path(folder) / "file.safetensors")

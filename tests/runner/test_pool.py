@@ -487,6 +487,14 @@ def test_models_in_workers(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "manifest.json").read_text())["models"]["tiny"]["exact"] is True
     assert {r.device for r in there.results.values()} == {"cpu#0", "cpu#1"}
 
+    def norm(c: Conversation) -> list[float]:
+        """Of an analyzer that is added later: it sees what the turns captured."""
+        return [a.tensor.norm().item() for m in c.transcript[1:] for a in m.activations]
+
+    added = pooled(conv.analyzer(norm), 6, seed=3, out_dir=tmp_path, extend=True)
+    assert added.analyses() == alone(conv.analyzer(norm), 6, seed=3).analyses()
+    assert len(added["rollout_00001"].analysis) == 6
+
 
 def test_a_model_that_does_not_load_ends_the_run_and_keeps_what_was_done(tmp_path: Path) -> None:
     broken = tmp_path / "model"

@@ -163,7 +163,7 @@ def _killed(folder: Path, seed: int, kills: int) -> None:
     report = RunReport.load(folder, trust=True)
     assert report.complete
     said = [[m.content for m in t][1:] for t in report.transcripts().values()]
-    assert said == [["1 said", "2 said", "3 said", "4 said"]] * n or len({tuple(s) for s in said}) == 1
+    assert said == [["1 said", "2 said", "3 said", "4 said"]] * n
     assert set(report.analyses().values()) == {5}
 
 
