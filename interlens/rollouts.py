@@ -100,11 +100,11 @@ class Lineup:
         specs = (getattr(p, "backend", None) for p in self.recipe.participants)
         return frozenset(spec for spec in specs if isinstance(spec, BackendSpec))
 
-    def placed(self, device: str | None) -> "Lineup":
-        """The same on a device, without its data: enough to run jobs that have been expanded."""
-        people = self.recipe.participants
-        if device is not None:
-            people = tuple(_on(p, device) for p in people)
+    def placed(self, device: str | None, places: int) -> "Lineup":
+        """The same on a device, one of several places, without its data: enough to run jobs that have been
+        expanded. Hosted models are called by all places together as often as by one.
+        """
+        people = tuple(_on(p, device, places) for p in self.recipe.participants)
         out = copy.copy(self)
         out.recipe = self.recipe.changed(participants=people, data=None)
         out.conv = self.conv.branch()
@@ -199,11 +199,18 @@ def _rows(data: Any, n: int | None) -> Iterator[dict[str, Any]]:
         yield dict(row)
 
 
-def _on(participant: Any, device: str) -> Any:
+def _on(participant: Any, device: str | None, places: int) -> Any:
     spec = participant.backend if isinstance(participant, ModelParticipant) else None
-    if not isinstance(spec, BackendSpec) or not spec.is_local or spec.device is not None:
+    if not isinstance(spec, BackendSpec):
         return participant
-    return replace(participant, backend=replace(spec, device=device))
+    placed = spec
+    if not spec.is_local and places > 1:
+        options = dict(spec.options)
+        share = max(1, options.get("max_concurrency", 64) // places)
+        placed = replace(spec, options=tuple((options | {"max_concurrency": share}).items()))
+    elif spec.is_local and device is not None and spec.device is None:
+        placed = replace(spec, device=device)
+    return participant if placed is spec else replace(participant, backend=placed)
 
 
 def rollout(conversations: Sequence[Dialogue], settings: Settings) -> RunReport:

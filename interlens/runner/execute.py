@@ -119,7 +119,7 @@ def _executor(
     if not places.several:
         [device], [name] = places.devices, places.names
         return LocalExecutor(
-            [r.placed(device) for r in runnables],
+            [r.placed(device, 1) for r in runnables],
             session.store,
             limit=limit,
             limit_of=limit_of,

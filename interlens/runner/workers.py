@@ -42,12 +42,14 @@ class PoolExecutor:
         self.limit, self.limit_of, self.patience = limit, limit_of, patience
         self._told: queue.SimpleQueue[Told] = queue.SimpleQueue()
         self._grace: float | None = None
+        self._n_places = 1
         self._aborted = False
 
     def run(self, sources: Sequence[Source]) -> Generator[Ended | None, None, None]:
         """Until no job is left; leaving early ends the workers at once."""
         self._packed("", None)  # what cannot be sent is said before anything starts
         fleet = self._fleet()
+        self._n_places = len(fleet.places)
 
         def start(place: str) -> Link:
             return fleet.start(place, self._packed(place, fleet.places[place]))
@@ -119,7 +121,7 @@ class PoolExecutor:
         import cloudpickle
 
         setup = Setup(
-            runnables=[r.placed(device) for r in self.runnables],
+            runnables=[r.placed(device, self._n_places) for r in self.runnables],
             inits=worker_inits(),
             limit=self.limit,
             limit_of=self.limit_of,

@@ -526,3 +526,16 @@ def test_a_cost_budget_without_prices_is_refused(peer: Provider) -> None:
     with pytest.raises(ValueError, match="ana's turns have no cost"):
         conv.run(turns=5, until=interlens.CostBudget(1.0))
     assert conv.n_turns == 1
+
+
+def test_workers_share_the_width_of_a_lane(peer: Provider) -> None:
+    """The provider sees no more calls at a time because there are more processes."""
+    peer.latency = 0.03
+    report = (
+        talk(peer, turns=2, max_concurrency=4)
+        .set(data=rows(40))
+        .rollout(devices=["cpu", "cpu"], progress=False)
+    )
+    assert not report.failed
+    assert len({r.device for r in report.results.values()}) == 2
+    assert peer.most_in_flight <= 4
