@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from tests.peers.desk import Call, Desk
@@ -77,6 +77,8 @@ class Endpoint:
         except Cut:
             call.status = 0
             await _cut(scope, receive)
+        except ClientDisconnect:  # who asked went away before the request was whole: nobody's fault here
+            call.abandoned = True
         except Exception as error:
             self.desk.broken.append(error)
             await _cut(scope, receive)
