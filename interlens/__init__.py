@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from interlens.matched import Matched as Matched
     from interlens.matched import matched_compute as matched_compute
     from interlens.message import Message as Message
-    from interlens.models import AutoModelParticipant as AutoModelParticipant
     from interlens.models import ModelParticipant as ModelParticipant
     from interlens.participants import FunctionParticipant as FunctionParticipant
     from interlens.participants import HumanParticipant as HumanParticipant
     from interlens.participants import Participant as Participant
     from interlens.participants import ScriptedParticipant as ScriptedParticipant
+    from interlens.pretrained import AutoModelParticipant as AutoModelParticipant
     from interlens.process import available_devices as available_devices
     from interlens.process import unload as unload
     from interlens.recipe import ExecutionMode as ExecutionMode
@@ -84,8 +84,9 @@ _MODULES: dict[str, str] = {
     "interp.watching": "StopWhen",
     "matched": "Matched matched_compute",
     "message": "Message",
-    "models": "AutoModelParticipant ModelParticipant",
+    "models": "ModelParticipant",
     "participants": "FunctionParticipant HumanParticipant Participant ScriptedParticipant",
+    "pretrained": "AutoModelParticipant",
     "process": "available_devices unload",
     "recipe": "ExecutionMode",
     "rollouts": "run",

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from interlens import archive, crossing, html, program, rollouts
+from interlens import archive, crossing, html, pretrained, program, rollouts
 from interlens.chat.reasoning import Visibility
 from interlens.chat.view import View
 from interlens.dialogue import Dialogue, Tap
@@ -23,7 +23,7 @@ from interlens.interp.reading import patch_grid
 from interlens.interp.tracing import trace
 from interlens.interp.watching import StopWhen
 from interlens.message import Message, sound
-from interlens.models import SAMPLING, AutoModelParticipant, ModelParticipant
+from interlens.models import SAMPLING, ModelParticipant
 from interlens.participants import Participant
 from interlens.program import Options
 from interlens.recipe import Hooked, Mode, Recipe
@@ -100,15 +100,14 @@ class Conversation(Dialogue):
             raise ValueError(
                 f"{len(models)} models and {len(names)} names were given; each model needs a name"
             )
-        people = []
+        named, people = pretrained.AutoModelParticipant, []
         for which, name in zip(models, names, strict=True):
             if isinstance(which, Participant):
                 people.append(which)
             elif isinstance(which, str):
-                people.append(AutoModelParticipant.from_pretrained(which, name=name, **settings))
+                people.append(named.from_pretrained(which, name=name, **settings))
             else:
-                model, tokenizer = which
-                people.append(AutoModelParticipant.from_model(model, tokenizer, name=name, **settings))
+                people.append(named.from_model(*which, name=name, **settings))
         conv = cls(people, shared_context=shared_context)
         if prompt is not None:
             conv.say(conv.recipe.moderator_name, prompt)

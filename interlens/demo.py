@@ -12,8 +12,8 @@ from typing import Any
 from interlens.chat.spans import Span
 from interlens.conversation import Conversation
 from interlens.interp.capture import Activations, Capture
-from interlens.models import AutoModelParticipant
 from interlens.notebook import plots
+from interlens.pretrained import AutoModelParticipant
 from interlens.runner.ledger import index_records
 from interlens.runner.report import RunReport
 

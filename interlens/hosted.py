@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from interlens.backends import HostedBackend
 from interlens.chat import tools as calling
 from interlens.errors import nearest
 from interlens.models import SAMPLING, ModelParticipant
@@ -37,7 +38,7 @@ class APIParticipant(ModelParticipant):
         provider: str | None = None,
         model_id: str | None = None,
         *,
-        backend: BackendSpec | None = None,
+        backend: BackendSpec | HostedBackend | None = None,
         batch: bool = False,
         base_url: str | None = None,
         max_tokens: int | None = None,
@@ -83,8 +84,9 @@ class APIParticipant(ModelParticipant):
     @property
     def spec(self) -> BackendSpec:
         """Which model of which provider."""
-        assert isinstance(self.backend, BackendSpec)
-        return self.backend
+        found: Any = self.backend
+        spec: BackendSpec = found if isinstance(found, BackendSpec) else found.spec
+        return spec
 
     @property
     def tokenizer(self) -> Any:
@@ -100,6 +102,10 @@ class APIParticipant(ModelParticipant):
     def n_layers(self) -> int | None:
         """None: nothing inside can be seen."""
         return None
+
+    @property
+    def opaque(self) -> str | None:
+        return f"{self.name} is hosted"
 
     @cached_property
     def _checkpoint(self) -> dict[str, Any]:

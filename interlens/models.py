@@ -120,13 +120,13 @@ class ModelParticipant(Participant):
         tokenizer = self.tokenizer
         if tokenizer is None:
             return None
-        return _template(_Same(tokenizer), self.chat_template, self.thinking)
+        return _template(Same(tokenizer), self.chat_template, self.thinking)
 
     @cached_property
     def tokenizer_key(self) -> str | None:
         """Names the tokenizer: participants that share it use each other's ids."""
         tokenizer = self.tokenizer
-        return None if tokenizer is None else _tokenizer_key(_Same(tokenizer))
+        return None if tokenizer is None else _tokenizer_key(Same(tokenizer))
 
     @property
     def context_limit(self) -> int | None:
@@ -134,6 +134,12 @@ class ModelParticipant(Participant):
         if isinstance(self.backend, BackendSpec):
             return getattr(_config(self.backend), "max_position_embeddings", None)
         return getattr(self.backend, "context_limit", None)
+
+    @property
+    def opaque(self) -> str | None:
+        """Why nothing inside of this model can be read or changed; `None` where it can."""
+        vllm = isinstance(self.backend, BackendSpec) and self.backend.kind == "vllm"
+        return f'{self.name} runs in vLLM (backend="huggingface" can be looked into)' if vllm else None
 
     @property
     def n_layers(self) -> int | None:
@@ -220,7 +226,7 @@ class ModelParticipant(Participant):
         past = turn.past
         while True:
             path = f"{turn.path}/tool/{len(trail)}" if trail else turn.path
-            request = self._request(replace(turn, past=past), view, cap - used, path)
+            request = self.request(replace(turn, past=past), view, cap - used, path)
             done: Completion = yield request
             used += done.n_tokens
             start = spoken.split_reply(done, view).start
@@ -259,7 +265,7 @@ class ModelParticipant(Participant):
         """Reply to a view that is made already; no tools are run."""
         turn = Turn(entries=(), turn=stream.turn, stream=stream, path=path)
         limit = min(self.max_new_tokens, cap) if cap is not None else self.max_new_tokens
-        request = self._request(turn, view, limit, path)
+        request = self.request(turn, view, limit, path)
         done: Completion = yield request
         message = spoken.message_of(done, request, view, turn, self._speaker)
         return message.with_(prompt=spoken.prompt_of(view, (), self.name))
@@ -273,17 +279,20 @@ class ModelParticipant(Participant):
 
     def _calls(self, done: Completion, start: int) -> list[calling.ToolCall]:
         """The tools that a reply asks for."""
-        return calling.parse(done.text[start:], self._format())
+        return calling.parse(done.text[start:], self.format)
 
     def _paid(self, usages: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
         """What all generations of a turn used, of a model that tells."""
         return {}
 
-    def _format(self) -> calling.Format:
+    @property
+    def format(self) -> calling.Format:
+        """How this model writes its calls."""
         template = self.template
         return calling.format_of(template.source if template is not None else None)
 
-    def _request(self, turn: Turn, view: View, cap: int, path: str) -> Generate:
+    def request(self, turn: Turn, view: View, cap: int, path: str) -> Generate:
+        """What is asked of the backend, to reply to a view."""
         stream = turn.stream.at(own=self.seed, purpose=f"{turn.stream.purpose}{path[len(turn.path) :]}")
         plan = self._plan(turn.captures, turn.edits, view, turn.turn, turn.past, turn.stops)
         template = self.template
@@ -314,11 +323,10 @@ class ModelParticipant(Participant):
     ) -> RowPlan | None:
         if not captures and not edits and not stops and past is None:
             return None
-        if self.n_layers is None:
+        if self.n_layers is None or self.opaque:
             asked = "an edit" if edits else "a capture"
-            raise ValueError(
-                f"{asked} was asked of {self.name}, whose backend has no layers; use a local model"
-            )
+            why = self.opaque or f"{self.name}'s backend has no layers"
+            raise ValueError(f"{asked} was asked, and {why}; use a local model")
         widths = self.resident.widths if edits else None
         return plan_of(
             captures, view, self.n_layers, turn, edits=edits, stops=stops, past=past, widths=widths
@@ -397,69 +405,12 @@ def _for_each(edits: Any, n: int) -> list[tuple[Edit, ...]]:
     return [edits_of(item) for item in given]
 
 
-class AutoModelParticipant(ModelParticipant):
-    """Makes model participants from an id, a folder, or a loaded model."""
-
-    @staticmethod
-    def from_pretrained(  # noqa: PLR0913  a facade
-        id_or_path: str,
-        *,
-        name: str,
-        backend: str = "auto",
-        device: str | None = None,
-        dtype: str | None = None,
-        revision: str | None = None,
-        quant: str | None = None,
-        adapter: str | None = None,
-        trust_remote_code: bool = False,
-        max_memory: Any = None,
-        kv_memory: int | None = None,
-        **settings: Any,
-    ) -> ModelParticipant:
-        """Name a model; only its config is read.
-
-        `"smollm2"` is the bundled SmolLM2-135M-Instruct, `"tiny"` a random two-layer model; anything else is
-        a folder or a hub id. `kv_memory` bounds the parked keys in bytes (default 1 GiB).
-        """
-        _known_settings(settings)
-        if backend not in ("auto", "huggingface"):
-            raise ValueError(f'there is no backend "{backend}"; local models are answered by "huggingface"')
-        if dtype is not None and dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f'dtype is "float32", "bfloat16" or "float16"; got {dtype!r}')
-        if quant is not None:
-            raise ValueError(
-                f"quant={quant!r} is not available; give a checkpoint that is quantised already, or dtype="
-            )
-        load.read_config(id_or_path, revision, trust_remote_code)
-        options = {
-            "trust_remote_code": trust_remote_code or None,
-            "max_memory": tuple(max_memory.items()) if max_memory else None,
-            "kv_memory": kv_memory,
-        }
-        spec = BackendSpec(
-            kind="huggingface",
-            model=id_or_path,
-            revision=revision,
-            dtype=dtype,
-            adapter=adapter,
-            device=device,
-            options=tuple((k, v) for k, v in options.items() if v is not None),
-        )
-        return ModelParticipant(name=name, backend=spec, **settings)
-
-    @staticmethod
-    def from_model(model: Any, tokenizer: Any, *, name: str, **settings: Any) -> ModelParticipant:
-        """Wrap a loaded module; participants made of one module share its engine."""
-        _known_settings(settings)
-        return ModelParticipant(name=name, backend=_wrapped(_Same(model), _Same(tokenizer)), **settings)
-
-
 def _config(spec: BackendSpec) -> Any:
     trusted = bool(dict(spec.options).get("trust_remote_code"))
     return load.read_config(spec.model, spec.revision, trusted).get_text_config(decoder=True)
 
 
-class _Same:
+class Same:
     """Hashes an object by identity, and keeps it alive while it is a key."""
 
     def __init__(self, value: Any) -> None:
@@ -469,32 +420,19 @@ class _Same:
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-
-@lru_cache(maxsize=8)
-def _wrapped(model: _Same, tokenizer: _Same) -> "HuggingFaceBackend":
-    backend: HuggingFaceBackend = backends.local().HuggingFaceBackend(model.value, tokenizer.value)
-    return backend
+        return isinstance(other, Same) and self.value is other.value
 
 
 @lru_cache(maxsize=32)
-def _template(tokenizer: _Same, source: str | None, thinking: Thinking) -> ChatTemplate:
+def _template(tokenizer: Same, source: str | None, thinking: Thinking) -> ChatTemplate:
     return ChatTemplate(tokenizer.value, source, thinking=thinking)
 
 
 @lru_cache(maxsize=32)
-def _tokenizer_key(tokenizer: _Same) -> str:
+def _tokenizer_key(tokenizer: Same) -> str:
     """A fingerprint of the vocabulary and of what it does to a telling text."""
     t = tokenizer.value
     probe = "Aé 12\n\n\t~ <|im_end|> 你好 naïve"
     return digest_of(
         [len(t), sorted(t.all_special_ids), list(t(probe, add_special_tokens=False)["input_ids"])]
     )
-
-
-def _known_settings(settings: Mapping[str, Any]) -> None:
-    known = [f for f in ModelParticipant.__dataclass_fields__ if f not in ("name", "backend")]
-    for name in settings:
-        if name not in known:
-            raise TypeError(f"a model participant takes no {name!r}: {nearest(name, known)}")

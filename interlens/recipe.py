@@ -12,10 +12,10 @@ from interlens.chat.context import policy_of
 from interlens.chat.reasoning import Visibility
 from interlens.errors import nearest
 from interlens.hooks import TurnHook, reviewer
-from interlens.hosted import APIParticipant
 from interlens.interp.capture import Capture
 from interlens.interp.edits import Edit
 from interlens.interp.watching import StopWhen
+from interlens.models import ModelParticipant
 from interlens.participants import HumanParticipant, Participant
 from interlens.runner.analyzers import Analyzer, attached
 from interlens.speakers import RoundRobin
@@ -118,21 +118,22 @@ class Recipe:
                 f"another name"
             )
         for hooked in self.hooks:
-            self._refuse_hosted(hooked)
+            self._refuse_opaque(hooked)
             if hooked.speaker is not None and hooked.speaker not in names:
                 raise ValueError(
                     f"a hook names the speaker {hooked.speaker!r}: {nearest(hooked.speaker, names)}"
                 )
 
-    def _refuse_hosted(self, hooked: Hooked) -> None:
-        """Nothing inside a hosted model can be read or changed."""
+    def _refuse_opaque(self, hooked: Hooked) -> None:
+        """Nothing inside a hosted model, or one in vLLM, can be read or changed."""
         if isinstance(hooked.what, TurnHook):
             return
         for person in self.participants:
-            if isinstance(person, APIParticipant) and hooked.speaker in (None, person.name):
+            closed = person.opaque if isinstance(person, ModelParticipant) else None
+            if closed and hooked.speaker in (None, person.name):
                 raise ValueError(
-                    f"{person.name} is hosted: {type(hooked.what).__name__} needs a model whose inside can "
-                    f"be seen; name a local one with speaker="
+                    f"{closed}: {type(hooked.what).__name__} needs a model whose inside can be seen; name a "
+                    f"local one with speaker="
                 )
 
     @classmethod

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from interlens.errors import nearest
 from interlens.message import tagged, untagged
 from interlens.seeds import Stream
 
@@ -99,6 +100,56 @@ class SamplingParams:
     def _stored(self, name: str) -> Any:
         value = getattr(self, name)
         return {str(k): v for k, v in value.items()} if name == "logit_bias" and value else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatParams:
+    """How a chat call or a trajectory samples. `None` leaves a setting to the checkpoint, then 0.7 and 1.0;
+    of a hosted model to the provider.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    """Row i of a batch draws from `seed + i`."""
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        stop: Any = self.stop
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
+        self.sampling()
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+
+    @classmethod
+    def of(cls, given: "ChatParams | Mapping[str, Any] | None") -> "ChatParams":
+        """Read what somebody gave; an unknown name is a `TypeError`."""
+        if isinstance(given, ChatParams):
+            return given
+        known = [f.name for f in fields(cls)]
+        if not isinstance(given, Mapping | None):
+            raise TypeError(f"sampling_params is a ChatParams or a mapping, got {type(given).__name__}")
+        for name in given or {}:
+            if name not in known:
+                raise TypeError(f"there is no sampling parameter {name!r}: {nearest(name, known)}")
+        return cls(**(given or {}))
+
+    def settings(self) -> dict[str, Any]:
+        """What was set of `SamplingParams`."""
+        names = [f.name for f in fields(SamplingParams) if f.name != "given"]
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def sampling(self) -> SamplingParams:
+        """The settings, checked."""
+        return SamplingParams(**self.settings())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,9 +13,9 @@ from interlens import plainforms, rollouts, stop
 from interlens.chat.reasoning import Visibility
 from interlens.conversation import Conversation
 from interlens.errors import ModelError
-from interlens.models import AutoModelParticipant
 from interlens.participants import Participant, ScriptedParticipant
 from interlens.plainforms import Read, template, values
+from interlens.pretrained import AutoModelParticipant
 from interlens.program import either
 from interlens.recipe import Mode
 from interlens.runner.progress import Observer

@@ -1,20 +1,37 @@
 """Who answers requests: resident torch modules, hosted models, scripts; all fill one `Backend` protocol.
 
 The backend of local models brings torch, transformers and the engine with it, which takes seconds: it is
-imported when the first model is, and by nobody else.
+imported when the first model is, and by nobody else. So are the names of all others.
 """
 
 import importlib
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from interlens.backends.batch_apis import AnthropicBatches, OpenAIBatches
-from interlens.backends.hosted import HostedBackend, settings_of
+from interlens.backends.hosted import HostedBackend as HostedBackend
+from interlens.backends.hosted import settings_of
 from interlens.backends.provider_batch import BatchBackend
 from interlens.errors import nearest
 from interlens.request import Backend, BackendSpec
 
+if TYPE_CHECKING:
+    from interlens.backends.anthropic import AnthropicBackend as AnthropicBackend
+    from interlens.backends.huggingface import HuggingFaceBackend as HuggingFaceBackend
+    from interlens.backends.openai import OpenAIBackend as OpenAIBackend
+    from interlens.backends.openai import OpenRouterBackend as OpenRouterBackend
+    from interlens.backends.scripted import ScriptedBackend as ScriptedBackend
+    from interlens.backends.vllm import VLLMBackend as VLLMBackend
+
+_NAMES = {
+    "AnthropicBackend": "anthropic",
+    "HuggingFaceBackend": "huggingface",
+    "OpenAIBackend": "openai",
+    "OpenRouterBackend": "openai",
+    "ScriptedBackend": "scripted",
+    "VLLMBackend": "vllm",
+}
 _LOCAL = "interlens.backends.huggingface"
 
 
@@ -27,6 +44,16 @@ def local_if_used() -> ModuleType | None:
     """The module of local models, if a model has been asked for; not while another thread imports it."""
     module = sys.modules.get(_LOCAL)
     return None if module is None or getattr(module.__spec__, "_initializing", False) else module
+
+
+def loaded(spec: BackendSpec) -> Backend:
+    """The backend of a model whose weights are loaded here."""
+    if spec.kind == "vllm":
+        kind: Any = importlib.import_module("interlens.backends.vllm").VLLMBackend
+    else:
+        kind = local().HuggingFaceBackend
+    backend: Backend = kind.from_spec(spec)
+    return backend
 
 
 _HOSTED = {"openai": "OpenAIDialect", "anthropic": "AnthropicDialect", "openrouter": "OpenRouterDialect"}
@@ -47,3 +74,13 @@ def hosted(spec: BackendSpec) -> Backend:
         api = AnthropicBatches() if spec.kind == "anthropic" else OpenAIBatches()
         return BatchBackend(dialect, api, spec.model, **settings_of(spec))
     return HostedBackend(dialect, spec.model, **settings_of(spec))
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module 'interlens.backends' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"interlens.backends.{_NAMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_NAMES])

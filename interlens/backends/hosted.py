@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from interlens.backends import lanes
+from interlens.backends.chat import Chat
 from interlens.backends.lanes import LOOP, Failure, Lane, Patience
 from interlens.errors import require
 from interlens.request import BackendSpec, Capabilities, Completion, Generate, Ticket
@@ -30,6 +31,8 @@ class Dialect(Protocol):
     key_names: tuple[str, ...]
     """Environment variables that may hold the key, in order."""
     capabilities: Capabilities
+    pinned: Mapping[str, Any]
+    """Options that say who may serve."""
 
     def client(self, key: str, base_url: str | None, timeout: float) -> Any: ...
     def address(self, base_url: str | None) -> str: ...
@@ -55,7 +58,7 @@ class Dialect(Protocol):
         ...
 
 
-class HostedBackend:
+class HostedBackend(Chat):
     """A model of a provider, or of any server that speaks like one."""
 
     local = False
@@ -79,11 +82,20 @@ class HostedBackend:
         self.name = f"{dialect.name}:{model}"
         self.capabilities = dialect.capabilities
         self.base_url, self.extra = base_url, dict(extra or {})
+        options = {"max_concurrency": max_concurrency, "timeout": timeout, **dialect.pinned}
+        if extra:
+            options["extra"] = json.dumps(self.extra, sort_keys=True)
+        self.spec = BackendSpec(
+            kind=dialect.name, model=model, server=base_url, options=tuple(options.items())
+        )
+        """What a recipe says of it; holds no key."""
         key = api_key or key_for(dialect, base_url)
         self._client = dialect.client(key, base_url, timeout)
         address = dialect.address(base_url)
         self.lane: Lane = LOOP.lane(address, key, model, max_concurrency, patience or lanes.PATIENCE)
         self.lane.ask(id(self), max_concurrency)
+        self.wake: Callable[[], None] | None = None
+        """Called when something has come back: whoever steps this need not look again and again."""
         self._numbers = itertools.count()
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._tasks: dict[int, asyncio.Task[Completion]] = {}
@@ -122,7 +134,12 @@ class HostedBackend:
             done = Completion(finish="error", error=error)
         else:
             done = task.result()
-        self._done.put(done.with_(ticket=ticket))
+        self._hand_over(done.with_(ticket=ticket))
+
+    def _hand_over(self, done: Completion) -> None:
+        self._done.put(done)
+        if self.wake is not None:
+            self.wake()
 
     async def _call(self, payload: dict[str, Any], told: Told) -> Completion:
         began = time.monotonic()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from interlens.backends.chat import Chat
 from interlens.engine import load, quick
 from interlens.engine.compiled import kernel
 from interlens.engine.rows import RowRequest
@@ -23,7 +24,7 @@ log = logging.getLogger("interlens.backends")
 _RESIDENT: "weakref.WeakSet[HuggingFaceBackend]" = weakref.WeakSet()
 
 
-class HuggingFaceBackend:
+class HuggingFaceBackend(Chat):
     """A resident model and the engine over it. Between steps the module is as its user would find it."""
 
     local = True

@@ -107,6 +107,7 @@ class Lane:
         while True:
             async with self._waiting:
                 if self.stopped is not None:
+                    self._waiting.notify_all()
                     raise self.stopped
                 pause = self.paused_until - clock()
                 if pause <= 0 and self.in_flight < self.limit:
@@ -114,14 +115,18 @@ class Lane:
                     self.calls += 1
                     return clock()
                 if pause <= 0:
-                    await self._waiting.wait()
+                    try:
+                        await self._waiting.wait()
+                    except asyncio.CancelledError:
+                        self._waiting.notify()  # what woke this one is for another
+                        raise
             if pause > 0:
                 await asyncio.sleep(pause)
 
     async def _leave(self) -> None:
         async with self._waiting:
             self.in_flight -= 1
-            self._waiting.notify_all()
+            self._waiting.notify(max(1, self.limit - self.in_flight))
 
     def _went_well(self) -> None:
         self._well += 1

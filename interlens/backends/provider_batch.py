@@ -460,7 +460,7 @@ class BatchBackend(HostedBackend):
                 return
             item.over = True
         self._items.pop(item.ticket.number, None)
-        self._done.put(done.with_(ticket=item.ticket))
+        self._hand_over(done.with_(ticket=item.ticket))
 
 
 def pending(journal: Path) -> list[str]:

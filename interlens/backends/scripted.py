@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from interlens.backends.chat import Chat
 from interlens.errors import ParticipantError
 from interlens.request import Capabilities, Completion, Finish, Generate, Ticket
 
@@ -29,12 +30,12 @@ class VirtualClock:
         self.now = max(self.now, min(due, default=self.now))
 
 
-class ScriptedBackend:
+class ScriptedBackend(Chat):
     """Replies from a list (in the order asked) or from a function of the request, after a latency.
 
     A reply may be an exception: the asking program gets it. Words count as tokens: a reply longer than
     `max_new_tokens` words is cut, with the finish `length`, and the end of a reply counts as one token more.
-    A prefill of text comes first and is not counted; a stop string cuts the reply, with the finish `stop`.
+    A prefill of text changes nothing, replies come after it; a stop string cuts one, with the finish `stop`.
     """
 
     capabilities = Capabilities(prefill=True, tools=True, seeds=True, exact=True)
@@ -148,5 +149,4 @@ def scripted_completion(text: str, request: Generate) -> Completion:
         words, n, finish = words[: request.max_new_tokens], request.max_new_tokens, "length"
         text = " ".join(words)
     asked = sum(len(str(m["content"]).split(" ")) for m in request.prompt.messages)
-    text = (request.prefill if isinstance(request.prefill, str) else "") + text
     return Completion(text=text, finish=finish, n_tokens=n, n_prompt_tokens=asked)

@@ -120,13 +120,37 @@ def described_by_template(source: str | None) -> bool:
 
 def description(tools: Sequence[Tool], form: Format) -> str:
     """The system text for a template that lists no tools."""
-    listed = "\n".join(json.dumps(t.schema["function"]) for t in tools)
+    return description_of([t.schema for t in tools], form)
+
+
+def description_of(schemas: Sequence[Mapping[str, Any]], form: Format) -> str:
+    """The same for tools that are known by their schemas."""
+    listed = "\n".join(json.dumps(schema["function"]) for schema in schemas)
     how = {
         "json": '<tool_call>{"name": NAME, "arguments": {…}}</tool_call>',
         "llama": '{"name": NAME, "parameters": {…}}',
         "gemma": "a fenced block marked tool_code that holds one Python call",
     }[form]
     return f"You may use these tools:\n{listed}\nTo call one, reply with {how} and nothing else."
+
+
+def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call in a message, in OpenAI's form or in the flat one, as `id`, `name` and `arguments` (text)."""
+    inner = call.get("function", call)
+    given = inner.get("arguments", "{}")
+    text = given if isinstance(given, str) else json.dumps(given)
+    return {"id": call.get("id", ""), "name": inner["name"], "arguments": text}
+
+
+def written(call: Mapping[str, Any], form: Format) -> str:
+    """A call as a model would have written it."""
+    given = json.loads(call["arguments"] or "{}")
+    if form == "gemma":
+        words = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        return f"```tool_code\n{call['name']}({words})\n```"
+    if form == "llama":
+        return json.dumps({"name": call["name"], "parameters": given})
+    return f"<tool_call>{json.dumps({'name': call['name'], 'arguments': given})}</tool_call>"
 
 
 def parse(text: str, form: Format) -> list[ToolCall]:

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from interlens import html
+from interlens.chat import tools as calling
 from interlens.chat.reasoning import TAGS, Visibility, opened_by
 from interlens.chat.spans import Channel, Segment, SpanLike
 from interlens.chat.template import Block, ChatTemplate, Piece
@@ -153,6 +154,54 @@ def compose(
     here = [e.index for e in entries if e.index is not None]
     dropped = 1 + max(here, default=-1) - len(here)
     return View(reading.pov, messages, segments, stop, dropped, tools=tuple(tools))
+
+
+def of_messages(
+    messages: Sequence[Mapping[str, Any]],
+    template: ChatTemplate | None,
+    *,
+    name: str,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> View:
+    """The view of plain chat messages, up to where the assistant's reply begins."""
+    blocks = [_plain(said, template, name) for said in messages]
+    roles = [b.role for b in blocks]
+    if not roles or roles[-1] == "assistant":
+        raise ValueError(
+            "the last message must be one that the assistant replies to; give the words that its own reply "
+            "begins with as prefill="
+        )
+    if "system" in roles[1:]:
+        raise ValueError(f"a system message comes first, once; the roles here are {', '.join(roles)}")
+    listed = tools if template is None or calling.described_by_template(template.source) else ()
+    if tools and not listed and template is not None:
+        told = Piece(text=calling.description_of(tools, calling.format_of(template.source)))
+        first = blocks.pop(0) if roles[0] == "system" else Block(role="system", pieces=())
+        blocks.insert(0, replace(first, pieces=_joined([*first.pieces, told])))
+    fitted = _fit(blocks, Reading(pov=name), template)
+    segments = template.render(fitted, reader=name, generate=True, tools=listed) if template else None
+    stop: tuple[str, ...] = ()
+    if template is not None and template.extra_stops:
+        stop = tuple(f"{gap}{who}:" for who in (name, "user") for gap in ("\n\n", "\n"))
+    said = tuple({"role": b.role, "content": b.text, **b.extra} for b in fitted)
+    return View(name, said, segments, stop, tools=tuple(listed))
+
+
+def _plain(said: Mapping[str, Any], template: ChatTemplate | None, name: str) -> Block:
+    """One chat message as a block; the calls in it are written as the template's model writes them."""
+    role, text = said.get("role"), said.get("content") or ""
+    if role not in ("system", "user", "assistant", "tool"):
+        raise ValueError(f"a message's role is system, user, assistant or tool; got {role!r}")
+    if not isinstance(text, str):
+        raise TypeError(f"a message's content is text, got {type(text).__name__}")
+    calls = [calling.plain_call(c) for c in said.get("tool_calls") or ()]
+    if calls and template is not None and not calling.parse(text, form := calling.format_of(template.source)):
+        text = "\n".join([*([text] if text else []), *(calling.written(c, form) for c in calls)])
+    extra: dict[str, Any] = {"tool_calls": calls} if calls else {}
+    if role == "tool" and "tool_call_id" in said:
+        extra["tool_call_id"] = said["tool_call_id"]
+    speaker = {"assistant": name, "user": "user"}.get(role)
+    return Block(role=role, pieces=(Piece(text=text),), speaker=speaker, extra=extra)
 
 
 def _opening(template: ChatTemplate | None) -> Piece:

@@ -132,11 +132,13 @@ def _executor(
 
 
 def _live(runnables: Sequence[Runnable]) -> int:
-    """How many jobs are alive at once: as many as a lane is wide; all of them where they wait for batches."""
+    """How many jobs are alive at once: more than a lane is wide, so that one which is begun late and takes
+    long is not the last alone; all of them where they wait for batches.
+    """
     options = [dict(spec.options) for r in runnables for spec in r.models()]
     if any(o.get("batch") for o in options):
         return 1_000_000
-    return max([LIVE, *(int(o.get("max_concurrency", 0)) for o in options)])
+    return max([LIVE, *(4 * int(o.get("max_concurrency", 0)) for o in options)])
 
 
 def _check(settings: Settings) -> None:

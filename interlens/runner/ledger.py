@@ -7,6 +7,7 @@ most jobs have in common (outcome, attempts, analyses) is kept once, as a `Kind`
 import itertools
 import json
 import re
+import struct
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,9 @@ from interlens.runner.lines import encoded
 _BLOCK = 8 << 20
 """Bytes of lines that are read at once."""
 _AFTER_ID = rb'", "number": (\d+), "sample": (\d+), "tokens": (\d+), "row_digest": "([0-9a-f]{16})", "kind": '
+_WALK = 1 << 14
+"""Rows that are looked at together."""
+_KIND_END = b'}, "v": '
 _PLAIN = re.compile(rb'\{"head": \{"id": "([^"\\]*)' + _AFTER_ID)
 _ESCAPED = re.compile(rb'\{"head": \{"id": "((?:[^"\\]|\\.)*)' + _AFTER_ID)
 
@@ -129,25 +133,25 @@ class Ledger(Mapping[str, Place]):
     def _add(self, file: int, offsets: Sequence[int], lines: Sequence[bytes]) -> None:
         if not lines:
             return
-        heads = [_PLAIN.match(line) or _ESCAPED.match(line) for line in lines]
+        heads = list(map(_PLAIN.match, lines))
+        if None in heads:
+            heads = [head or _ESCAPED.match(line) for head, line in zip(heads, lines, strict=True)]
         try:
-            found = [head.groups() for head in heads]  # type: ignore[union-attr]
-            starts = [head.end() for head in heads]  # type: ignore[union-attr]
-            kinds = [line[a : line.index(b'}, "v": ', a)] for line, a in zip(lines, starts, strict=True)]
+            found = [(*head.groups(), head.end()) for head in heads]  # type: ignore[union-attr]
+            ids, numbers, samples, tokens, digests, starts = zip(*found, strict=True)
+            kinds = [line[a : line.index(_KIND_END, a)] for line, a in zip(lines, starts, strict=True)]
         except (AttributeError, ValueError):
             raise self._first_bad(file, offsets, lines) from None
-        ids, numbers, samples, tokens, digests = zip(*found, strict=True)
         self._id_ends.extend(itertools.accumulate(map(len, ids[1:]), initial=len(self._ids) + len(ids[0])))
         self._ids += b"".join(ids)
         self._numbers.extend(map(int, numbers))
         self._samples.extend(map(int, samples))
         self._tokens.extend(map(int, tokens))
-        self._digests.extend([int(digest, 16) for digest in digests])
+        self._digests.extend(struct.unpack(f">{len(lines)}Q", bytes.fromhex(b"".join(digests).decode())))
         known = self._kind_numbers
-        for kind, offset in zip(kinds, offsets, strict=True):
-            if kind not in known:
-                self._new_kind(kind, file, offset)
-        self._kinds.extend([known[kind] for kind in kinds])
+        for kind in set(kinds) - known.keys():
+            self._new_kind(kind, file, offsets[kinds.index(kind)])
+        self._kinds.extend(map(known.__getitem__, kinds))
         self._files.extend(itertools.repeat(file, len(lines)))
         self._offsets.extend(offsets)
         self._lengths.extend(map(len, lines))
@@ -164,7 +168,7 @@ class Ledger(Mapping[str, Place]):
     def _first_bad(self, file: int, offsets: Sequence[int], lines: Sequence[bytes]) -> StoreError:
         for offset, line in zip(offsets, lines, strict=True):
             head = _ESCAPED.match(line)
-            if head is None or line.find(b'}, "v": ', head.end()) < 0:
+            if head is None or line.find(_KIND_END, head.end()) < 0:
                 return _damaged(self.files[file], offset, "it does not begin as a record does")
         raise AssertionError("every line is a record")
 
@@ -225,16 +229,16 @@ class Ledger(Mapping[str, Place]):
 
     def names(self, row: int, id: str) -> bool:
         """Whether a row is of this job."""
-        raw = self._id(row)
-        return _text(raw) == id if b"\\" in raw else raw == id.encode("utf-8", "surrogatepass")
+        wanted, start = _bytes(id), self._id_ends[row - 1] if row else 0
+        return self._id_ends[row] - start == len(wanted) and self._ids.startswith(wanted, start)
 
     def tokens(self, row: int) -> int:
         """Tokens that the job's models generated."""
         return self._tokens[row]
 
-    def digest(self, row: int) -> str:
+    def digest(self, row: int) -> int:
         """Names the row of data of a row's job."""
-        return f"{self._digests[row]:016x}"
+        return self._digests[row]
 
     def _id(self, row: int) -> bytes:
         start = self._id_ends[row - 1] if row else 0
@@ -298,21 +302,31 @@ class Finder:
     """Walks along the records as jobs are pulled."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger, self._rows, self._at = ledger, ledger.rows(), 0
-        self._lineups = [kind.lineup for kind in ledger.kinds]
+        self._ledger = ledger
+        self._next = self._walk(ledger.rows())
+        self._here = next(self._next, None)
+
+    def _walk(self, rows: "array[int]") -> Iterator[tuple[tuple[int, int, int], int]]:
+        """What each row is of, and the row, in order."""
+        ledger, order = self._ledger, _numbers(rows)
+        lineups = [kind.lineup for kind in ledger.kinds]
+        for start in range(0, len(rows), _WALK):
+            some = order[start : start + _WALK]
+            kinds, numbers, samples = (
+                _numbers(column)[some].tolist()
+                for column in (ledger._kinds, ledger._numbers, ledger._samples)
+            )
+            places = zip(map(lineups.__getitem__, kinds), numbers, samples, strict=True)
+            yield from zip(places, some.tolist(), strict=True)
 
     def find(self, lineup: int, number: int, sample: int, id: str) -> int | None:
         """The row of a job; asked in ascending order of lineup, number and sample, else it takes longer."""
-        ledger, wanted = self._ledger, (lineup, number, sample)
-        while self._at < len(self._rows):
-            row = self._rows[self._at]
-            here = (self._lineups[ledger._kinds[row]], ledger._numbers[row], ledger._samples[row])
-            if here > wanted:
-                break
-            self._at += 1
-            if here == wanted and ledger.names(row, id):
-                return row
-        return ledger.row_of(id)
+        wanted = (lineup, number, sample)
+        while (here := self._here) is not None and here[0] <= wanted:
+            self._here = next(self._next, None)
+            if here[0] == wanted and self._ledger.names(here[1], id):
+                return here[1]
+        return self._ledger.row_of(id)
 
 
 def _numbers(column: Any) -> Any:
@@ -323,6 +337,8 @@ def _numbers(column: Any) -> Any:
 
 def _bytes(id: str) -> bytes:
     """An id as it stands in a line."""
+    if id.isascii() and id.isprintable() and '"' not in id and "\\" not in id:
+        return id.encode()
     return json.dumps(id)[1:-1].encode()
 
 

@@ -39,12 +39,11 @@ class BackendPool:
         return self._resident.get(which)
 
     def _load(self, spec: BackendSpec) -> Backend:
-        if spec.kind != "huggingface":
+        if not spec.is_local:
             return backends.hosted(spec)
         self.loading = spec.model
         try:
-            backend: Backend = backends.local().HuggingFaceBackend.from_spec(spec)
-            return backend
+            return backends.loaded(spec)
         except LoadError:
             raise
         except Exception as error:

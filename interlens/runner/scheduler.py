@@ -13,7 +13,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -136,13 +136,26 @@ class Scheduler:
             with contextlib.suppress(queue.Empty):
                 gone.get(timeout=30)
 
+    def each(self, programs: Sequence[Program[Any]]) -> list[Any]:
+        """Run programs side by side; what each returned, or the error that ended it, in order."""
+        tasks = [Task(str(i), program, self._log()) for i, program in enumerate(programs)]
+        found: list[Any] = [None] * len(tasks)
+        run = self.start(tasks, limit=max(1, len(tasks)), inline=True)
+        with contextlib.closing(run.events()) as events:
+            for event in events:
+                found[int(event.task)] = event.error if event.kind == "failed" else event.value
+        return found
+
+    def _log(self) -> JobLog:
+        """A log for a program that is asked for: inside of a call, a part of the log it is in."""
+        nest = INSIDE.get()
+        return Log() if nest is None else ScopedLog(nest.task.log, f"{nest.path}/{next(nest.count)}")
+
     def ask(self, program: Program[T], *, on_delta: Callable[[str, str], None] | None = None) -> T:
         """Run one program to its end and return what it returns; nested asks are logged with the call they
         are in.
         """
-        nest = INSIDE.get()
-        log: JobLog = Log() if nest is None else ScopedLog(nest.task.log, f"{nest.path}/{next(nest.count)}")
-        task = Task("ask", program, log)
+        task = Task("ask", program, self._log())
         run = self.start([task], inline=True, stream=on_delta is not None)
         with contextlib.closing(run.events()) as events:
             for event in events:
@@ -165,9 +178,9 @@ class Scheduler:
             self.moves += moved
             if moved or (self._nobody_else_comes() and self._flush()):
                 continue
-            hosted = any(not getattr(b, "local", False) for b, _ in self._busy.values())
+            looks = any(getattr(b, "wake", None) is None for b, _ in self._busy.values())
             with contextlib.suppress(queue.Empty):
-                self._do(self._inbox.get(timeout=0.005 if hosted else 60))
+                self._do(self._inbox.get(timeout=0.005 if looks else 60))
 
     def _drain(self) -> bool:
         moved = False
@@ -306,6 +319,8 @@ class Scheduler:
 
     def _submit(self, task: Task, place: int, request: Generate | Forward) -> None:
         backend = self.pool.get(request.backend)
+        if getattr(backend, "wake", self) is None:
+            backend.wake = partial(self._inbox.put, _nothing)  # type: ignore[attr-defined]
         run, told = task.run, None
         assert run is not None
         if run.stream and isinstance(request, Generate):
@@ -450,6 +465,10 @@ def _job_of(task: Task) -> str:
     if run is None or run.nest is None:
         return task.id
     return f"{_job_of(run.nest.task)}/{getattr(task.log, 'prefix', run.nest.path)}/{task.id}"
+
+
+def _nothing() -> None:
+    """What a backend posts, so that the loop looks at it."""
 
 
 def _same(value: T) -> T:

@@ -81,7 +81,7 @@ class Session:
             self._places.append(lineup << 48 | len(slots))
             row = finder.find(lineup, job.number, job.sample, job.id) if finder is not None else None
             slots.append(_MISSING if row is None else row)
-            if row is not None and ledger.digest(row) != job.row_digest():
+            if row is not None and ledger.digest(row) != int(job.row_digest(), 16):
                 raise RecipeChanged(
                     f"{job.id} was run on another row of data than it has now: data[{job.number}] differs; "
                     f"use another out_dir, or the data that began this run"

@@ -8,7 +8,7 @@ import torch
 from interlens import Capture, Conversation, Direction, Probe
 from interlens.errors import StoreError
 from interlens.interp.probes import sweep
-from interlens.models import AutoModelParticipant
+from interlens.pretrained import AutoModelParticipant
 
 D = 24
 TRUE = torch.randn(D, generator=torch.Generator().manual_seed(0))

@@ -20,7 +20,7 @@ from interlens.engine.tiny import tiny_model, tiny_tokenizer
 from interlens.interp.edits import Ablate, Change, Patch, RowEdit, Steer, Where
 from interlens.interp.plan import Reduced, RowPlan
 from interlens.interp.sites import Sites
-from interlens.models import AutoModelParticipant
+from interlens.pretrained import AutoModelParticipant
 from tests.engine.driving import GREEDY, drive, packed_tiny, prompt, row
 from tests.engine.zoo import FAMILIES
 

@@ -9,7 +9,7 @@ import torch
 from interlens import Ablate, Capture, Conversation, Direction, Patch, Span, Steer, TurnHook, models
 from interlens.crossing import contagion, readings
 from interlens.engine.tiny import tiny_model, tiny_tokenizer
-from interlens.models import AutoModelParticipant
+from interlens.pretrained import AutoModelParticipant
 
 D = 64
 V = torch.randn(D, generator=torch.Generator().manual_seed(1)) * 3

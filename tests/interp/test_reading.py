@@ -9,7 +9,7 @@ from interlens import Conversation, Direction, Features, attention, attribution,
 from interlens.engine.tiny import tiny_tokenizer
 from interlens.errors import StoreError
 from interlens.interp.reading import token_id
-from interlens.models import AutoModelParticipant
+from interlens.pretrained import AutoModelParticipant
 from tests.engine.zoo import FAMILIES
 
 IDS = tuple(range(5, 25))

@@ -9,7 +9,7 @@ import torch
 from interlens import Capture, Conversation
 from interlens.interp import tracing
 from interlens.interp.edits import Steer
-from interlens.models import AutoModelParticipant
+from interlens.pretrained import AutoModelParticipant
 
 V = torch.randn(64, generator=torch.Generator().manual_seed(1)) * 3
 

@@ -6,7 +6,7 @@ import torch
 from interlens import Capture, Conversation, Direction, Probe, Span, Steer, StopWhen
 from interlens.engine.batch import Engine
 from interlens.interp.plan import RowPlan
-from interlens.models import AutoModelParticipant
+from interlens.pretrained import AutoModelParticipant
 from tests.engine.driving import drive, packed_tiny, prompt, row
 
 D = 64
