@@ -11,10 +11,12 @@ from importlib import metadata
 from pathlib import Path
 
 from interlens import demo, kept, written
+from interlens.backends import cancel_batches
 from interlens.engine.load import bundled_gguf
-from interlens.errors import InterlensError
+from interlens.errors import InterlensError, Stopped
 from interlens.process import available_devices
 from interlens.runner.report import RunReport
+from interlens.runner.store import BATCHES, read_manifest
 from interlens.yamlfile import Misread
 
 
@@ -42,6 +44,8 @@ def parser() -> argparse.ArgumentParser:
     one = commands.add_parser("report", help="what a run folder holds")
     one.add_argument("folder", help="the run's out_dir")
     one.add_argument("--html", metavar="FILE", help="also write one self-contained file")
+    one = commands.add_parser("cancel", help="ask providers to end the batches that a run waits for")
+    one.add_argument("folder", help="the run's out_dir")
     commands.add_parser("doctor", help="versions, devices, and whether the bundled model is there")
     return top
 
@@ -63,7 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (InterlensError, ValueError, OSError) as error:
         print(f"interlens: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        if isinstance(stop, Stopped):
+            print(f"interlens: {stop}", file=sys.stderr)
         print(
             "interlens: stopped; what was finished is kept, and the same command goes on with it",
             file=sys.stderr,
@@ -78,6 +84,8 @@ def _do(asked: argparse.Namespace) -> int:
         return _run(asked.recipe, asked.out)
     if asked.command == "resume":
         return _told(kept.resume(asked.folder, progress=True), asked.folder)
+    if asked.command == "cancel":
+        return _cancel(Path(asked.folder))
     return _report(asked.folder, asked.html) if asked.command == "report" else _doctor()
 
 
@@ -95,6 +103,16 @@ def _told(report: RunReport, folder: str | Path) -> int:
     if report.failed or not report.complete:
         print(f"go on with what failed or is missing: interlens resume {where}")
     return _status(report)
+
+
+def _cancel(folder: Path) -> int:
+    read_manifest(folder)  # raises where there is no run
+    found = cancel_batches(folder / BATCHES)
+    for batch, what in found.items():
+        print(f"{batch}: {what}")
+    if not found:
+        print(f"no batch of {folder} is on its way")
+    return 1 if any(what.startswith("not ") for what in found.values()) else 0
 
 
 def _status(report: RunReport) -> int:

@@ -16,6 +16,8 @@ Provider = Literal["anthropic", "openai", "openrouter"]
 PROVIDERS = ("anthropic", "openai", "openrouter")
 BATCHES = ("anthropic", "openai")
 """Providers that have a batch API."""
+BATCH_PRICE = 0.5
+"""What a request in a batch costs, beside a live one: the price of both providers (their pricing pages)."""
 _USED = ("input", "output", "cached", "cache_written", "reasoning", "cost")
 
 
@@ -26,7 +28,7 @@ class APIParticipant(ModelParticipant):
     `APIParticipant("judge", provider="openai", model_id="gpt-5", system_prompt="…")`. The key comes from the
     environment (`OPENAI_API_KEY`, `ANTHROPIC_API_KEY`, `OPENROUTER_API_KEY`). `base_url=` names any server
     that speaks like the provider. What is not set is left to the provider; `extra=` holds parameters of its
-    own, such as `{"reasoning_effort": "low"}`.
+    own, such as `{"reasoning_effort": "low"}`. `batch=True` asks in batches; `"auto"` asks the last few live.
     """
 
     prices: Mapping[str, float] | None = field(default=None, compare=False)
@@ -39,7 +41,7 @@ class APIParticipant(ModelParticipant):
         model_id: str | None = None,
         *,
         backend: BackendSpec | HostedBackend | None = None,
-        batch: bool = False,
+        batch: bool | Literal["auto"] = False,
         base_url: str | None = None,
         max_tokens: int | None = None,
         max_concurrency: int = 64,
@@ -129,10 +131,48 @@ class APIParticipant(ModelParticipant):
         usage = {name: sum(u.get(name, 0) for u in told) for name in _USED if any(name in u for u in told)}
         out: dict[str, Any] = {"usage": usage} if told else {}
         if self.prices is not None:
-            out["cost"] = cost(usage, self.prices) * (0.5 if dict(self.spec.options).get("batch") else 1.0)
+            out["cost"] = sum(cost(u, self.prices) * (BATCH_PRICE if u.get("batch") else 1.0) for u in told)
         elif "cost" in usage:
             out["cost"] = usage["cost"]
         return out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """What a batch run will ask of one model, at most."""
+
+    name: str
+    requests: int
+    waves: int
+    """Batches, one after the other, each of which takes minutes to a day."""
+    input_tokens: int
+    """Guessed: four characters a token, every reply as long as it may be."""
+    output_tokens: int
+    cost: float | None
+    """In the currency of the prices; `None` without prices."""
+
+    def __str__(self) -> str:
+        money = f", at most {self.cost:.2f} at your prices" if self.cost is not None else ""
+        return (
+            f"{self.name}: {self.requests} requests in {self.waves} batches one after the other (minutes to "
+            f"a day each), about {self.input_tokens} tokens in, at most {self.output_tokens} out{money}"
+        )
+
+
+def estimate(person: APIParticipant, *, jobs: int, turns: int, speakers: int, context: int) -> Estimate:
+    """What a rollout asks of one of its speakers who take turns; `context` in characters."""
+    own = -(-turns // speakers)
+    said = [context / 4 + k * speakers * person.max_new_tokens for k in range(own)]
+    used: dict[str, float] = {"input": jobs * sum(said), "output": jobs * own * person.max_new_tokens}
+    money = cost(used, person.prices) * BATCH_PRICE if person.prices is not None else None
+    return Estimate(
+        name=person.name,
+        requests=jobs * own,
+        waves=own,
+        input_tokens=round(used["input"]),
+        output_tokens=round(used["output"]),
+        cost=money,
+    )
 
 
 def cost(usage: Mapping[str, float], prices: Mapping[str, float]) -> float:

@@ -342,6 +342,7 @@ class ModelParticipant(Participant):
             "end_id": end,
             "tokenizer": self.tokenizer_key,
             "calls": [c.stored() for c in calls],
+            **{k: v for k, v in (done.served or {}).items() if k == "thinking"},
         }
 
     # -- the engine on raw text

@@ -4,14 +4,16 @@ back.
 
 import copy
 import itertools
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from interlens import archive, program, stop
 from interlens.dialogue import Dialogue
 from interlens.errors import nearest
 from interlens.hooks import TurnHook
+from interlens.hosted import APIParticipant, estimate
 from interlens.interp.capture import Activations
 from interlens.message import Message, tagged, untagged
 from interlens.models import ModelParticipant
@@ -143,6 +145,7 @@ class Lineup:
             "denied": live.denied,
             "memory": tagged(live.memory),
             "recipe_end": digest_of(self.recipe.turns),
+            "odd": sorted({odd for m in live.transcript for odd in _odd(m)}),
         }
 
     def settle(self, live: Dialogue, analyses: Mapping[str, Any]) -> None:
@@ -172,6 +175,15 @@ class Lineup:
         conv.resume_at(transcript, untagged(record))
         self.settle(conv, record.get("analyses") or {})
         return conv
+
+
+def _odd(message: Message) -> Iterator[str]:
+    """What a reply is that is no answer: cut by its cap, refused, without a word."""
+    finish = message.metadata.get("finish")
+    if finish in ("length", "refusal"):
+        yield "truncated" if finish == "length" else "refused"
+    if finish is not None and not message.content.strip():
+        yield "empty"
 
 
 def _turn_of(message: Message) -> tuple[Any, str]:
@@ -226,7 +238,33 @@ def rollout(conversations: Sequence[Dialogue], settings: Settings) -> RunReport:
             "batch=True waits for its batches in one process, and this run has several; name one device, or "
             "leave batch out"
         )
+    for lineup in lineups:
+        _tell_estimates(lineup, settings)
     return execute(lineups, settings, program.limit_reached, places)
+
+
+def _tell_estimates(lineup: Lineup, settings: Settings) -> None:
+    """Say what batches will ask for, before they do; where the numbers of jobs and turns are known."""
+    recipe, jobs = lineup.recipe, lineup.count(settings.n, settings.samples)
+    if jobs is None or recipe.turns is None:
+        return
+    said = [m.content for m in lineup.conv.transcript] or [recipe.shared_context]
+    texts = (recipe.shared_system_prompt, *said)
+    context = sum(len(text) for text in texts if isinstance(text, str))
+    for person in recipe.participants:
+        if isinstance(person, APIParticipant) and dict(person.spec.options).get("batch"):
+            own = len(person.system_prompt) if isinstance(person.system_prompt, str) else 0
+            found = estimate(
+                person,
+                jobs=jobs,
+                turns=recipe.turns,
+                speakers=len(recipe.participants),
+                context=context + own,
+            )
+            if settings.on_event is not None:
+                settings.on_event({"kind": "estimate", "text": str(found), **asdict(found)})
+            if settings.progress is not False:
+                print(found, file=sys.stderr)
 
 
 def run(recipes: Sequence[Dialogue], **options: Any) -> RunReport:

@@ -6,12 +6,16 @@ imported when the first model is, and by nobody else. So are the names of all ot
 
 import importlib
 import sys
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from interlens.backends.batch_apis import AnthropicBatches, OpenAIBatches
+from interlens.backends.batch_journal import Journal
 from interlens.backends.hosted import HostedBackend as HostedBackend
 from interlens.backends.hosted import settings_of
+from interlens.backends.lanes import LOOP
 from interlens.backends.provider_batch import BatchBackend
 from interlens.errors import nearest
 from interlens.request import Backend, BackendSpec
@@ -72,8 +76,28 @@ def hosted(spec: BackendSpec) -> Backend:
     dialect = kind(**given)
     if options.get("batch"):
         api = AnthropicBatches() if spec.kind == "anthropic" else OpenAIBatches()
-        return BatchBackend(dialect, api, spec.model, **settings_of(spec))
+        auto = options["batch"] == "auto"
+        return BatchBackend(dialect, api, spec.model, stragglers=auto, **settings_of(spec))
     return HostedBackend(dialect, spec.model, **settings_of(spec))
+
+
+def cancel_batches(journal: Path) -> dict[str, str]:
+    """Ask providers to end the batches that a run folder's journal holds; by id (or tag, where none was made)
+    what came of it. What they have done until then is paid for, and kept by the run when it goes on.
+    """
+    out: dict[str, str] = {}
+    for tag, event in Journal(journal).open_batches().items():
+        named = {"model": event["model"], "server": event.get("server")}
+        backend = hosted(BackendSpec(kind=event["provider"], options=(("batch", True),), **named))
+        assert isinstance(backend, BatchBackend)
+        try:
+            found = LOOP.call(partial(backend.cancel_batch, journal, tag))
+            out[found or tag] = "cancelled" if found else "was not made"
+        except Exception as error:  # the others are cancelled all the same
+            out[event.get("batch", tag)] = f"not cancelled: {error}"
+        finally:
+            backend.close()
+    return out
 
 
 def __getattr__(name: str) -> Any:

@@ -114,6 +114,8 @@ class AnthropicDialect:
         served: dict[str, Any] = {"provider": self.name, "model": answer.get("model")}
         if thought:
             served["reasoning"] = thought
+        if calls and (kept := [p for p in parts if p["type"] in ("thinking", "redacted_thinking")]):
+            served["thinking"] = kept
         if rules := payload.get("_rules"):
             served["rules"] = list(rules)
         return Completion(
@@ -189,7 +191,8 @@ def _parts(said: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [
             {"type": "tool_result", "tool_use_id": said.get("tool_call_id", ""), "content": text or _EMPTY}
         ]
-    parts: list[dict[str, Any]] = [{"type": "text", "text": text}] if text.strip() else []
+    parts: list[dict[str, Any]] = [dict(part) for part in said.get("thinking") or ()]
+    parts += [{"type": "text", "text": text}] if text.strip() else []
     for call in said.get("tool_calls") or ():
         given = {"id": call["id"], "name": call["name"], "input": _arguments(call["arguments"])}
         parts.append({"type": "tool_use", **given})

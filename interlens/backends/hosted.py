@@ -97,7 +97,7 @@ class HostedBackend(Chat):
         self.wake: Callable[[], None] | None = None
         """Called when something has come back: whoever steps this need not look again and again."""
         self._numbers = itertools.count()
-        self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Completion, ...]] = queue.SimpleQueue()
         self._tasks: dict[int, asyncio.Task[Completion]] = {}
 
     def submit(self, request: Any, on_delta: Told = None) -> Ticket:
@@ -136,7 +136,9 @@ class HostedBackend(Chat):
             done = task.result()
         self._hand_over(done.with_(ticket=ticket))
 
-    def _hand_over(self, done: Completion) -> None:
+    def _hand_over(self, *done: Completion) -> None:
+        if not done:
+            return
         self._done.put(done)
         if self.wake is not None:
             self.wake()
@@ -171,14 +173,19 @@ class HostedBackend(Chat):
         done = self.dialect.read(answer, payload)
         return done.with_(timings={"seconds": time.monotonic() - began})
 
+    @property
+    def status(self) -> str:
+        """What a progress line tells: that the provider has asked everybody to wait."""
+        pause = self.lane.paused_until - time.monotonic()  # the loop's clock
+        return f"{self.name} pauses for {pause:.0f} s" if pause > 1 else ""
+
     def step(self, timeout: float = 0) -> list[Completion]:
         """What has come back."""
         out: list[Completion] = []
         while True:
             try:
-                out.append(
-                    self._done.get(timeout=timeout) if timeout and not out else self._done.get_nowait()
-                )
+                wait = timeout and not out
+                out += self._done.get(timeout=timeout) if wait else self._done.get_nowait()
             except queue.Empty:
                 return out
 

@@ -8,17 +8,17 @@ Every request gets a verdict; one that expired or is missing gets a second chanc
 import asyncio
 import hashlib
 import itertools
-import json
 import logging
 import os
 import random
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from interlens.backends.batch_apis import BatchApi, Limits, Look, Result, now
+from interlens.backends.batch_journal import Batch, Item, Journal
 from interlens.backends.hosted import Dialect, HostedBackend, Told
 from interlens.backends.lanes import LOOP, failed
 from interlens.request import Completion, Generate, Ticket, digest_of
@@ -26,6 +26,8 @@ from interlens.request import Completion, Generate, Ticket, digest_of
 log = logging.getLogger("interlens.backends")
 CHANCES = 2
 """How often a request is put into a batch."""
+STRAGGLERS = 0.02
+"""Which part of the largest batch is small enough to be asked live, where that is allowed."""
 FILL = 0.95
 """How much of a batch's limits is used."""
 
@@ -41,89 +43,19 @@ class Pace:
 PACE = Pace()
 
 
-class Journal:
-    """The file in which batches are written down; without a file they are forgotten with the process."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self._lock = threading.Lock()
-
-    def note(self, event: str, tag: str, **what: Any) -> None:
-        """Write a line, and return when it is on disk."""
-        if self.path is None:
-            return
-        line = json.dumps({"event": event, "tag": tag, "time": now(), **what}).encode() + b"\n"
-        with self._lock, open(self.path, "ab") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def batches(self) -> set[str]:
-        """The ids of all batches that were ever submitted."""
-        return {event["batch"] for event in self._events() if event["event"] == "submitted"}
-
-    def _events(self) -> Iterator[dict[str, Any]]:
-        if self.path is None or not self.path.exists():
-            return
-        for line in self.path.read_bytes().split(b"\n"):
-            try:
-                yield json.loads(line)
-            except ValueError:  # a torn line: what it would have said did not happen for us
-                continue
-
-    def open_batches(self) -> dict[str, dict[str, Any]]:
-        """By tag, what was intended and has not been collected."""
-        found: dict[str, dict[str, Any]] = {}
-        for event in self._events():
-            if event["event"] == "intent":
-                found[event["tag"]] = event
-            elif event["event"] == "submitted" and event["tag"] in found:
-                found[event["tag"]]["batch"] = event["batch"]
-            elif event["event"] in ("collected", "void"):
-                found.pop(event["tag"], None)
-        return found
-
-
-@dataclass(eq=False)
-class Item:
-    """One request that waits for a batch, or for the results of one."""
-
-    ticket: Ticket
-    key: str
-    payload: dict[str, Any]
-    journal: Journal
-    chance: int = 0
-    """How many batches it was in."""
-    unmade: int = 0
-    """How many batches with it could not be made."""
-    over: bool = False
-
-
-@dataclass(eq=False)
-class Batch:
-    """A batch on its way."""
-
-    tag: str
-    items: dict[str, Item]
-    """By custom id."""
-    journal: Journal
-    id: str | None = None
-    began: float = field(default_factory=now)
-    expected: int | None = None
-    """How many requests an earlier session put into it; `None` for one that is made now."""
-    found: bool = False
-    """Whether it was found again, so that its results must prove whose it is."""
-
-
 class BatchBackend(HostedBackend):
     """A hosted model that is asked in batches. `idle` sends what waits."""
 
     patient = True
     """Nobody needs to wait with anything for it; it sends when nobody else will come."""
 
-    def __init__(self, dialect: Dialect, api: BatchApi, model: str, **options: Any) -> None:
+    def __init__(
+        self, dialect: Dialect, api: BatchApi, model: str, *, stragglers: bool = False, **options: Any
+    ) -> None:
+        """With `stragglers`, what is less than one in fifty of the largest batch is asked live."""
         super().__init__(dialect, model, **options)
-        self.api = api
+        self.api, self.stragglers = api, stragglers
+        self._largest = 0
         self.limits: Limits = api.limits
         self._waiting: list[Item] = []
         self._items: dict[int, Item] = {}
@@ -185,7 +117,7 @@ class BatchBackend(HostedBackend):
         done = self._verdict(item, kept)
         if done is None:
             return False
-        self._give(item, done)
+        self._give((item, done))
         return True
 
     def step(self, timeout: float = 0) -> list[Completion]:
@@ -219,7 +151,7 @@ class BatchBackend(HostedBackend):
         """Forget a request; its batch goes on at the provider's, and is found again by the next session."""
         item = self._items.get(ticket.number)
         if item is not None:
-            self._give(item, Completion(finish="cancelled"))
+            self._give((item, Completion(finish="cancelled")))
 
     def close(self) -> None:
         """Forget everything; batches go on at the provider's."""
@@ -230,10 +162,15 @@ class BatchBackend(HostedBackend):
     @property
     def status(self) -> str:
         """How many batches are on their way, and how old the oldest is."""
-        if not self._running:
-            return ""
-        oldest = now() - min(batch.began for batch in self._running.values())
-        return f"{len(self._running)} batches of {self.name}, the oldest {oldest / 60:.0f} min"
+        began = [batch.began for batch in list(self._running.values())]
+        if not began:
+            return super().status
+        oldest = now() - min(began)
+        count = len(self._running)
+        named = "1 batch" if count == 1 else f"{count} batches"
+        return (
+            f"{named} of {self.name} on the way, {'' if count == 1 else 'the oldest '}{oldest / 60:.0f} min"
+        )
 
     # -- making batches
 
@@ -255,13 +192,19 @@ class BatchBackend(HostedBackend):
             yield part
 
     def _start(self, items: Sequence[Item]) -> None:
+        self._largest = max(self._largest, len(items))
+        if self.stragglers and len(items) <= STRAGGLERS * self._largest:
+            for item in items:
+                self._spawn(self._alone(item))
+            return
         tag = hashlib.blake2b(os.urandom(16), digest_size=6).hexdigest()
         named = {f"{tag}-{item.key}-{number}": item for number, item in enumerate(items)}
         for item in items:
             item.chance += 1
         batch = Batch(tag, named, items[0].journal)
         keys = {custom_id: item.key for custom_id, item in named.items()}
-        batch.journal.note("intent", tag, model=self.model, provider=self.dialect.name, items=keys)
+        who = {"model": self.model, "provider": self.dialect.name, "server": self.base_url}
+        batch.journal.note("intent", tag, **who, items=keys)
         self._running[tag] = batch
         self._spawn(self._run(batch))
 
@@ -275,7 +218,8 @@ class BatchBackend(HostedBackend):
     def _recall(self, journal: Journal) -> None:
         """Know what an earlier session sent."""
         for tag, event in journal.open_batches().items():
-            if (event["model"], event["provider"]) != (self.model, self.dialect.name):
+            who = (event["model"], event["provider"], event.get("server", self.base_url))
+            if who != (self.model, self.dialect.name, self.base_url):
                 continue
             sent = event["items"]
             batch = Batch(tag, {}, journal, event.get("batch"), event["time"], len(sent))
@@ -293,9 +237,8 @@ class BatchBackend(HostedBackend):
             if look is not None:
                 await self._collect(batch, look)
         except BaseException as error:  # nobody may wait for ever
-            failure = self.dialect.judge(error)
-            for item in batch.items.values():
-                self._give(item, Completion(finish="error", error=failure.error))
+            ended = Completion(finish="error", error=self.dialect.judge(error).error)
+            self._give(*((item, ended) for item in batch.items.values()))
         finally:
             self._running.pop(batch.tag, None)
             self._release()
@@ -308,6 +251,27 @@ class BatchBackend(HostedBackend):
             self._start(parts[0])
             self._held = [item for part in parts[1:] for item in part]
 
+    async def _alone(self, item: Item) -> None:
+        """Ask for one thing live."""
+        try:
+            done = await self._call(item.payload, None)
+        except Exception as error:
+            done = Completion(finish="error", error=error)
+        self._give((item, done))
+
+    async def cancel_batch(self, journal: Path, tag: str) -> str | None:
+        """Ask the provider to end a batch that a journal holds; its id, or `None` where it was not made. What
+        it has done until then is collected by the session that goes on.
+        """
+        event = Journal(journal).open_batches()[tag]
+        batch = event.get("batch")
+        if batch is None:
+            keys, ours = event["items"], Journal(journal).batches()
+            batch = await self.api.find(self._client, tag, len(keys), event["time"], ours)
+        if batch is not None:
+            await self.api.cancel(self._client, batch)
+        return None if batch is None else str(batch)
+
     async def _made(self, batch: Batch) -> bool:
         """Make the batch, or find it where the answer was lost; never two."""
         lines = [self.api.line(custom_id, item.payload) for custom_id, item in batch.items.items()]
@@ -319,8 +283,8 @@ class BatchBackend(HostedBackend):
                 error = found
                 if (failure := self.dialect.judge(found)).kind in ("stop", "this call"):
                     batch.journal.note("void", batch.tag, why=str(found))
-                    for item in batch.items.values():
-                        self._give(item, Completion(finish="error", error=failure.error))
+                    refused = Completion(finish="error", error=failure.error)
+                    self._give(*((item, refused) for item in batch.items.values()))
                     return False
         if batch.id is None:
             batch.id = await self._search(batch, batch.expected or len(lines))
@@ -356,7 +320,7 @@ class BatchBackend(HostedBackend):
             item.unmade += 1
             if item.unmade > self.lane.patience.retries:
                 why = f"{self.name}: no batch could be made in {item.unmade} tries: {error}"
-                self._give(item, Completion(finish="error", error=failed(why)))
+                self._give((item, Completion(finish="error", error=failed(why))))
         self._again(list(batch.items.values()), free=True)
 
     async def _ended(self, batch: Batch) -> Look | None:
@@ -391,15 +355,11 @@ class BatchBackend(HostedBackend):
             held = dict(batch.items)
             for key in [k for k, (other, _) in self._found.items() if other is batch]:
                 self._kept[key] = results.get(self._found.pop(key)[1], Result(verdict="missing"))
-        again: list[Item] = []
-        for custom_id, item in held.items():
-            done = self._verdict(item, results.get(custom_id, Result(verdict="missing")))
-            if done is None:
-                again.append(item)
-            else:
-                self._give(item, done)
+        missing = Result(verdict="missing")
+        verdicts = [(item, self._verdict(item, results.get(name, missing))) for name, item in held.items()]
+        self._give(*((item, done) for item, done in verdicts if done is not None))
         self._gathered.append(batch)
-        self._again(again)
+        self._again([item for item, done in verdicts if done is None])
 
     async def _fetched(self, batch: Batch, look: Look) -> dict[str, Result]:
         for tries in itertools.count(1):
@@ -416,7 +376,8 @@ class BatchBackend(HostedBackend):
         """What a result means; `None` for another chance."""
         if result.verdict == "ok" and result.body is not None:
             try:
-                return self.dialect.read(result.body, item.payload)
+                done = self.dialect.read(result.body, item.payload)
+                return done.with_(usage={**(done.usage or {}), "batch": True})
             except Exception as error:
                 return Completion(finish="error", error=error)
         if result.verdict == "error":
@@ -441,9 +402,8 @@ class BatchBackend(HostedBackend):
         for number, item in enumerate(items):
             if number in look.lines or not look.lines:
                 why = look.lines.get(number, look.refused)
-                self._give(
-                    item, Completion(finish="error", error=failed(f"{self.name} refused it: {why}", look.raw))
-                )
+                error = failed(f"{self.name} refused it: {why}", look.raw)
+                self._give((item, Completion(finish="error", error=error)))
         self._again([i for i in items if not i.over], free=True)
 
     def _again(self, items: Sequence[Item], *, free: bool = False) -> None:
@@ -454,15 +414,14 @@ class BatchBackend(HostedBackend):
         for part in self._split(items):
             self._start(part)
 
-    def _give(self, item: Item, done: Completion) -> None:
-        with self._lock:
-            if item.over:
-                return
-            item.over = True
-        self._items.pop(item.ticket.number, None)
-        self._hand_over(done.with_(ticket=item.ticket))
-
-
-def pending(journal: Path) -> list[str]:
-    """The ids of batches that are still on their way, for a run folder's journal."""
-    return [event["batch"] for event in Journal(journal).open_batches().values() if "batch" in event]
+    def _give(self, *verdicts: tuple[Item, Completion]) -> None:
+        """Hand over what came of requests, all at once: what their jobs ask next is one batch again."""
+        out: list[Completion] = []
+        for item, done in verdicts:
+            with self._lock:
+                if item.over:
+                    continue
+                item.over = True
+            self._items.pop(item.ticket.number, None)
+            out.append(done.with_(ticket=item.ticket))
+        self._hand_over(*out)

@@ -310,6 +310,8 @@ def trail_blocks(step: Mapping[str, Any], reading: Reading, **place: Any) -> lis
     ]
     calls = [{k: c[k] for k in ("id", "name", "arguments")} for c in hosted]
     extra: dict[str, Any] = {"tool_calls": calls} if calls else {}
+    if thinking := step.get("thinking"):  # a provider wants to see again what it thought before it called
+        extra["thinking"] = thinking
     return [Block(role="assistant", pieces=(asked,), extra=extra, **place), *answers]
 
 

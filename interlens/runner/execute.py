@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from interlens import backends
+from interlens.backends.batch_journal import pending
 from interlens.errors import Stopped
 from interlens.request import digest_of
 from interlens.runner.executor import Executor, LocalExecutor
@@ -19,7 +20,7 @@ from interlens.runner.jobs import Expansion, LimitOf, Runnable
 from interlens.runner.places import Places
 from interlens.runner.progress import Observer
 from interlens.runner.report import RunReport
-from interlens.runner.scheduler import LIVE
+from interlens.runner.scheduler import LIVE, scheduler
 from interlens.runner.session import Session
 from interlens.runner.store import FORMAT, RunStore
 from interlens.runner.workers import PoolExecutor
@@ -89,6 +90,7 @@ def _executed(
         session = Session(
             runnables, expansion, store, total=total, progress=settings.progress, on_event=settings.on_event
         )
+        session.tally.waits = scheduler().pool.status
         stopped = session.run(_executor(runnables, settings, limit_of, places, session))
         if store is not None and not stopped:
             store.put_total(session.n_jobs)
@@ -104,7 +106,9 @@ def _executed(
         expected=total if stopped else session.n_jobs,
     )
     if stopped:
-        raise Stopped(f"{report!r} is in this error's .report", report)
+        on_way = pending(store.batch_journal) if store is not None and store.batch_journal else []
+        left = f"; batches on their way, which the same call waits for: {', '.join(on_way)}" if on_way else ""
+        raise Stopped(f"{report!r} is in this error's .report{left}", report)
     return report
 
 

@@ -44,6 +44,8 @@ class Kind:
     analyses_failed: int = 0
     quarantined: bool = False
     """Whether it was given up because it ends the process it runs in."""
+    odd: str = ""
+    """What some replies of it are that is no answer: `empty`, `refused`, `truncated`, joined by commas."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +81,7 @@ def kind_of(record: Mapping[str, Any]) -> Kind:
         analyses={name: a.get("version", "") for name, a in analyses.items()},
         analyses_failed=sum(a["error"] is not None for a in analyses.values()),
         quarantined=bool(record.get("quarantined")),
+        odd=",".join(record.get("odd", ())),
     )
 
 

@@ -34,6 +34,11 @@ class BackendPool:
             if (settle := getattr(backend, "settle", None)) is not None:
                 settle()
 
+    def status(self) -> str:
+        """What backends have to tell the one who waits; may be asked by any thread."""
+        told = (getattr(backend, "status", "") for backend in list(self._resident.values()))
+        return ", ".join(part for part in told if part)
+
     def peek(self, which: BackendSpec) -> Backend | None:
         """The backend if it is resident."""
         return self._resident.get(which)

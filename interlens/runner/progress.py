@@ -24,6 +24,8 @@ class Tally:
     began: float = field(default_factory=time.monotonic)
     note: str = ""
     """What else is to be told: that it is stopping, that a worker died."""
+    waits: Callable[[], str] = str
+    """Gives what backends are waiting for."""
 
     def count(self, outcome: str) -> None:
         """Add one finished job."""
@@ -51,7 +53,7 @@ class Tally:
         if self.total is not None and self.finished > 0:
             left = self.total - self.finished - self.skipped
             parts.append(f"{_span(left * seconds / self.finished)} left" if left else _span(seconds))
-        return ", ".join(part for part in (*parts, self.note) if part)
+        return ", ".join(part for part in (*parts, self.waits(), self.note) if part)
 
 
 def _span(seconds: float) -> str:

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
@@ -243,6 +244,8 @@ class RunReport:
             parts.append(f"{retried} after more than one attempt")
         if lost := sum(kind.quarantined for kind in self.results.kinds()):
             parts.append(f"{lost} quarantined")
+        odd = Counter(name for kind in self.results.kinds() for name in kind.odd.split(",") if name)
+        parts += [f"{n} with {name} replies" for name, n in sorted(odd.items())]
         if not self.complete:
             left = "an unknown number" if self.expected is None else self.expected - len(self)
             parts.append(f"incomplete, {left} missing")

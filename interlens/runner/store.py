@@ -36,6 +36,8 @@ from interlens.runner.turnlog import TurnLog
 
 log = logging.getLogger("interlens.runner")
 FORMAT = 2
+BATCHES = "batches.jsonl"
+"""Where batches of hosted models are written down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class RunStore(Desk):
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.batch_journal = self.folder / "batches.jsonl"
+        self.batch_journal = self.folder / BATCHES
         self._owner = OwnerLock(self.folder)
         self._owner.take()
         try:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -18,11 +19,14 @@ pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
 import interlens
-from interlens import APIParticipant, Conversation, RunReport
+from interlens import APIParticipant, Conversation, RunReport, cli
 from interlens.backends import lanes, provider_batch
-from interlens.backends.batch_apis import Limits
+from interlens.backends.batch_apis import Limits, now
+from interlens.backends.batch_journal import Batch, Journal, pending
 from interlens.backends.lanes import Patience
-from interlens.backends.provider_batch import Pace, pending
+from interlens.backends.provider_batch import Pace
+from interlens.errors import Stopped
+from interlens.runner.scheduler import scheduler
 from tests.peers.provider import Provider
 from tests.peers.remote import spawned
 from tests.runner.talk import rows
@@ -232,6 +236,119 @@ def test_anothers_batch_of_the_same_size_is_not_taken_for_ours(peer: Provider) -
     peer.fault("message_batches.create", status=500)  # ours is not made, and nobody says so
     right(talk(at(peer, "anthropic"), 1, 3, kind="anthropic").rollout(progress=False), 3, 1)
     assert [len(b.requests) for b in peer.batches] == [3, 3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_few_may_go_live(peer: Provider, kind: str) -> None:
+    """`batch="auto"`: what expired of a large batch is no batch of its own, and costs as much as a live call."""
+    prices = {"input": 1000.0, "output": 1000.0}
+    people = [
+        APIParticipant(
+            "ana",
+            provider=kind,
+            model_id="m-1",
+            base_url=at(peer, kind),
+            max_tokens=30,
+            batch="auto",
+            prices=prices,
+        )
+    ]
+    conv = Conversation(people, shared_context=lambda row: f"Speak about {row['topic']}.")
+    conv = conv.turns(1).set(data=rows(60))
+    with finishing(peer, lambda number: {"expired": [7]}):
+        report = conv.rollout(progress=False)
+    right(report, 60, 1)
+    assert [len(b.requests) for b in peer.batches] == [60]
+    live = [c for c in peer.calls if c.path.endswith(("chat/completions", "v1/messages"))]
+    assert [c.body["messages"][-1]["content"] is not None for c in live] == [True]
+    cost = [r.transcript[1].metadata["cost"] for r in report.results.values()]
+    used = [r.transcript[1].metadata["usage"] for r in report.results.values()]
+    per_token = [c / (u["input"] + u["output"]) for c, u in zip(cost, used, strict=True)]
+    assert sorted(round(p * 1e4, 6) for p in per_token) == [5.0] * 59 + [10.0]
+
+
+def test_batches_are_told_with_their_age(peer: Provider, capsys: pytest.CaptureFixture[str]) -> None:
+    peer.auto_finish = 40
+    report = talk(at(peer, "openai"), 1, 3).rollout(progress=True)
+    right(report, 3, 1)
+    shown = capsys.readouterr().err
+    assert "ana: 3 requests in 1 batches one after the other" in shown
+    backend = next(
+        scheduler().pool.peek(spec) for spec in scheduler().pool.resident() if spec.kind == "openai"
+    )
+    assert backend is not None
+    backend._running["x"] = Batch("x", {}, Journal(None), began=now() - 125)
+    assert scheduler().pool.status() == "1 batch of openai:m-1 on the way, 2 min"
+    del backend._running["x"]
+
+
+def test_an_estimate_comes_before_anything_is_sent(peer: Provider) -> None:
+    prices = {"input": 3.0, "output": 15.0}
+    people = [
+        APIParticipant(
+            n,
+            provider="openai",
+            model_id="m-1",
+            base_url=at(peer, "openai"),
+            max_tokens=100,
+            batch=True,
+            prices=prices,
+        )
+        for n in ("ana", "ben")
+    ]
+    conv = Conversation(people, shared_context="x" * 400).turns(3)
+    told: list[dict[str, Any]] = []
+
+    def watch(event: dict[str, Any]) -> None:
+        if event["kind"] == "estimate":
+            assert not peer.calls
+            told.append(event)
+
+    conv.rollout(10, progress=False, on_event=watch)
+    assert [(e["name"], e["requests"], e["waves"]) for e in told] == [("ana", 20, 2), ("ben", 20, 2)]
+    tokens_in = 10 * (100 + 300)  # 400 characters, then those and two replies
+    assert told[0]["input_tokens"] == tokens_in
+    assert told[0]["output_tokens"] == 2000
+    assert told[0]["cost"] == pytest.approx((tokens_in * 3 + 2000 * 15) / 2e6)
+    used = [
+        m.metadata["usage"] for t in conv.rollout(2, progress=False).transcripts().values() for m in t[1:]
+    ]
+    assert all(u["output"] <= 100 for u in used)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stopped_batches_go_on_and_are_cancelled_when_asked(
+    peer: Provider, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C leaves them, and says which they are; `interlens cancel` ends them."""
+    peer.auto_finish = None
+    conv = talk(at(peer, kind), 1, 4, kind=kind)
+
+    def interrupt() -> None:
+        while not peer.batches:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("interlens.runner.session.GRACE", 0.2)
+        with pytest.raises(Stopped, match="batches on their way, which the same call waits for") as stopped:
+            conv.rollout(out_dir=tmp_path, progress=False)
+    thread.join()
+    [batch] = pending(tmp_path / "batches.jsonl")
+    assert batch in str(stopped.value)
+    assert next(iter(peer.batches)).status not in ("cancelled", "canceling", "cancelling", "ended")
+    interlens.unload()
+    assert cli.main(["cancel", str(tmp_path)]) == 0
+    assert f"{batch}: cancelled" in capsys.readouterr().out
+    with finishing(peer, lambda number: {}):
+        report = conv.rollout(out_dir=tmp_path, progress=False)
+    right(report, 4, 1)
+    assert cli.main(["cancel", str(tmp_path)]) == 0
+    assert "no batch of" in capsys.readouterr().out
 
 
 PROGRAM = """

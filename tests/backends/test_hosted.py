@@ -177,6 +177,51 @@ def test_a_key_is_nowhere_but_in_the_client(
 # -- tools, reasoning, refusals
 
 
+def test_what_was_thought_before_a_call_is_shown_again(peer: Provider) -> None:
+    """Anthropic refuses a tool's result whose call does not stand after the signed thinking it came from."""
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    def reply(body: dict[str, Any], kind: str) -> Any:
+        if "tool_result" in json.dumps(body["messages"]):
+            return "It is 42."
+        return {
+            "reasoning": "forty and two",
+            "tool_calls": [{"name": "add", "arguments": {"a": 40, "b": 2}}],
+        }
+
+    peer.reply = reply
+    judge = person(peer, "anthropic", tools=(add,), extra={"thinking": {"type": "adaptive"}})
+    conv = Conversation([judge, person(peer, "anthropic", "ben")], shared_context="40 + 2?")
+    conv.step("ana")
+    asked = bodies(peer)[-1]["messages"][1]
+    assert [part["type"] for part in asked["content"]] == ["thinking", "tool_use"]
+    assert asked["content"][0] == {"type": "thinking", "thinking": "forty and two", "signature": "cGVlcg=="}
+    conv.step("ben")
+    assert "thinking" not in json.dumps(bodies(peer)[-1]["messages"])  # another's thoughts are his own
+
+
+def test_replies_that_are_no_answer_are_counted_in_the_summary(peer: Provider, tmp_path: Path) -> None:
+    replies: list[Any] = [
+        "fine",
+        {"refusal": "I will not."},
+        {"text": "", "finish": "length"},
+        {"text": "cut", "finish": "length"},
+    ]
+    peer.reply = lambda body, kind: next(
+        r for i, r in enumerate(replies) if f"topic {i}." in json.dumps(body["messages"])
+    )
+    conv = talk(peer, "openai").turns(1).set(data=rows(4))
+    report = conv.rollout(out_dir=tmp_path, progress=False)
+    for one in (report, RunReport.load(tmp_path, trust=True)):
+        assert repr(one) == (
+            "RunReport(4 jobs: 4 done, 1 with empty replies, 1 with refused replies, "
+            "2 with truncated replies)"
+        )
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_tools(peer: Provider, kind: str) -> None:
     def add(a: int, b: int) -> int:
