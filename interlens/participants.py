@@ -185,7 +185,7 @@ class FunctionParticipant(Participant):
     def reply(self, turn: Turn) -> Reply:
         """Call the function off the loop."""
         refuse_interp(self, turn)
-        view = self.compose(turn, turn.entries)
+        view = self.compose(turn, (yield from fitted(self, turn, None, 0)))
         return (yield from self.answer(view, turn.stream, path=turn.path))
 
     def answer(self, view: View, stream: Stream, *, cap: int | None = None, path: str = "turn/0") -> Reply:
@@ -219,7 +219,8 @@ class HumanParticipant(Participant):
     def reply(self, turn: Turn) -> Reply:
         """Show what was said last and wait for a line."""
         refuse_interp(self, turn)
-        return (yield from self.answer(self.compose(turn, turn.entries), turn.stream, path=turn.path))
+        view = self.compose(turn, (yield from fitted(self, turn, None, 0)))
+        return (yield from self.answer(view, turn.stream, path=turn.path))
 
     def answer(self, view: View, stream: Stream, *, cap: int | None = None, path: str = "turn/0") -> Reply:
         """Wait for a line."""
@@ -274,7 +275,10 @@ class ScriptedParticipant(Participant):
     def reply(self, turn: Turn) -> Reply:
         """Take the next line."""
         refuse_interp(self, turn)
-        view = self.compose(turn, turn.entries)
+        entries: Sequence[Entry] = turn.entries  # a list of lines is counted by what was said
+        if callable(self.script):
+            entries = yield from fitted(self, turn, None, 0)
+        view = self.compose(turn, entries)
         return (yield from self.answer(view, turn.stream, cap=turn.cap, path=turn.path))
 
     def answer(self, view: View, stream: Stream, *, cap: int | None = None, path: str = "turn/0") -> Reply:
@@ -315,17 +319,17 @@ def refuse_interp(participant: Participant, turn: Turn) -> None:
 def fitted(
     participant: Participant, turn: Turn, limit: int | None, reply: int
 ) -> Generator[Any, Any, list[Entry]]:
-    """The entries that the context policy lets this participant see."""
-    if limit is None:
-        return list(turn.entries)
+    """The entries that the context policy lets this participant see. Where no limit is known nothing is too
+    long; a window of messages holds all the same.
+    """
 
     def size(entries: Sequence[Entry]) -> int:
-        return len(participant.compose(turn, entries).ids)
+        return len(participant.compose(turn, entries).ids) if limit is not None else 0
 
     room = Room(
         pov=participant.name,
         size=size,
-        limit=limit - reply,
+        limit=limit - reply if limit is not None else 0,
         reply=reply,
         pinned=min(turn.pinned, len(turn.entries)),
         memory=turn.memory,

@@ -240,7 +240,7 @@ def test_anothers_batch_of_the_same_size_is_not_taken_for_ours(peer: Provider) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_last_few_may_go_live(peer: Provider, kind: str) -> None:
-    """`batch="auto"`: what expired of a large batch is no batch of its own, and costs as much as a live call."""
+    """`batch="auto"`: what expired of a large batch is asked live, and costs as much."""
     prices = {"input": 1000.0, "output": 1000.0}
     people = [
         APIParticipant(

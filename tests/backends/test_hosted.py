@@ -16,7 +16,16 @@ pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
 import interlens
-from interlens import APIParticipant, Capture, Conversation, RunReport, Steer, TokenBudget
+from interlens import (
+    APIParticipant,
+    Capture,
+    Conversation,
+    RunReport,
+    ScriptedParticipant,
+    SlidingWindow,
+    Steer,
+    TokenBudget,
+)
 from interlens.backends import lanes
 from interlens.backends.lanes import Patience
 from interlens.errors import ProviderError, ProviderStopped
@@ -584,3 +593,25 @@ def test_workers_share_the_width_of_a_lane(peer: Provider) -> None:
     assert not report.failed
     assert len({r.device for r in report.results.values()}) == 2
     assert peer.most_in_flight <= 4
+
+
+def test_a_window_of_messages_holds_for_models_whose_context_is_not_known(peer: Provider) -> None:
+    conv = talk(peer, "openai").set(shared_context="topic 1.", context_policy=SlidingWindow(2))
+    conv.run(turns=5)
+    contents = [m["content"] for m in bodies(peer)[-1]["messages"]]
+    assert contents[0] == "topic 1."
+    said = [m.content for m in conv.transcript]
+    assert [c for c in contents if c in said] == [said[0], said[3], said[4]]
+    assert [m["content"] for m in conv.branch_from(4).view("ana").messages] == contents
+
+
+def test_a_window_holds_for_a_script_too() -> None:
+    seen: list[int] = []
+
+    def count(view: Any) -> str:
+        seen.append(len([m for m in view.messages if m["content"] != "Continue."]))
+        return "so"
+
+    people = [ScriptedParticipant("ana", count), ScriptedParticipant("ben", count)]
+    Conversation(people, shared_context="x", context_policy=SlidingWindow(2)).run(turns=6)
+    assert seen == [1, 2, 3, 3, 3, 3]
