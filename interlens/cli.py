@@ -14,6 +14,7 @@ from interlens import demo, kept, written
 from interlens.backends import cancel_batches
 from interlens.engine.load import bundled_gguf
 from interlens.errors import InterlensError, Stopped
+from interlens.evaluation.config import EvalConfig
 from interlens.process import available_devices
 from interlens.runner.report import RunReport
 from interlens.runner.store import BATCHES, read_manifest
@@ -46,6 +47,11 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--html", metavar="FILE", help="also write one self-contained file")
     one = commands.add_parser("cancel", help="ask providers to end the batches that a run waits for")
     one.add_argument("folder", help="the run's out_dir")
+    one = commands.add_parser("eval", help="run an evaluation written in YAML")
+    one.add_argument("config", help="the YAML file")
+    one.add_argument(
+        "--out", metavar="DIR", type=_folder, help="keep the run in this folder, and go on with it"
+    )
     commands.add_parser("doctor", help="versions, devices, and whether the bundled model is there")
     return top
 
@@ -84,6 +90,8 @@ def _do(asked: argparse.Namespace) -> int:
         return _run(asked.recipe, asked.out)
     if asked.command == "resume":
         return _told(kept.resume(asked.folder, progress=True), asked.folder)
+    if asked.command == "eval":
+        return _eval(asked.config, asked.out)
     if asked.command == "cancel":
         return _cancel(Path(asked.folder))
     return _report(asked.folder, asked.html) if asked.command == "report" else _doctor()
@@ -103,6 +111,17 @@ def _told(report: RunReport, folder: str | Path) -> int:
     if report.failed or not report.complete:
         print(f"go on with what failed or is missing: interlens resume {where}")
     return _status(report)
+
+
+def _eval(config: str, out: Path | None) -> int:
+    read = EvalConfig.from_yaml(config)
+    found = read.run(out, progress=True)
+    for one in found:
+        print(one)
+        print(one.signals().to_string(index=False))
+    if (folder := out or read.out_dir) is not None:
+        print(f"what failed is tried again by the same command; read it: BatchResult.load({str(folder)!r})")
+    return 1 if any(one.failed for one in found) else 0
 
 
 def _cancel(folder: Path) -> int:

@@ -57,7 +57,7 @@ def run(conv: Dialogue, turns: int | None, until: Any, first: Any) -> Generator[
     taken = 0
     while turns is None or taken < turns:
         path = f"turn/{taken}"
-        if condition is not None and (yield from _stops(condition, conv, path)):
+        if condition is not None and (yield from stops(condition, conv, path)):
             return Outcome("done", _names(condition))
         who = first if first is not None and taken == 0 else (yield from _choose(conv, path))
         speaker = conv.participant(who)
@@ -77,7 +77,7 @@ def _names(condition: Any) -> str:
     return type(condition).__name__
 
 
-def _stops(condition: Any, conv: Dialogue, path: str) -> Generator[Any, Any, bool]:
+def stops(condition: Any, conv: Dialogue, path: str) -> Generator[Any, Any, bool]:
     """Ask a condition; a user's own runs off the loop, and again on replay, since it may count."""
     last = conv.transcript[-1] if len(conv.transcript) else None
     if type(condition).__module__ == stop.__name__:

@@ -4,7 +4,6 @@ back.
 
 import copy
 import itertools
-import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -23,6 +22,7 @@ from interlens.runner.analyzers import Attached, attached
 from interlens.runner.execute import Settings, execute
 from interlens.runner.jobs import Expansion, Job, own_copy
 from interlens.runner.places import places_of
+from interlens.runner.progress import announce
 from interlens.runner.records import Record
 from interlens.runner.report import RunReport
 from interlens.transcript import Transcript
@@ -115,7 +115,11 @@ class Lineup:
 
     # -- one job
 
-    def begin(self, job: Job) -> Dialogue:
+    def begin(self, job: Job) -> Any:
+        """The live object of a job: its conversation."""
+        return self.conversation(job)
+
+    def conversation(self, job: Job) -> Dialogue:
         """The conversation of a job: templates resolved, nothing mutable shared with another."""
         recipe = self.recipe.for_row(job.row, job.id)
         recipe = replace(
@@ -132,12 +136,12 @@ class Lineup:
         conv = self.conv.branch()
         return conv.become(recipe, job.row, job.sample, self.batched)
 
-    def program(self, live: Dialogue) -> Generator[Any, Any, tuple[str, str]]:
+    def program(self, live: Any) -> Generator[Any, Any, tuple[str, str]]:
         """Run the conversation; the outcome and its reason."""
         outcome = yield from program.run(live, live.recipe.turns, live.recipe.run_until, None)
         return outcome.kind, outcome.reason
 
-    def record(self, live: Dialogue) -> Record:
+    def record(self, live: Any) -> Record:
         """The part of a record that is about the conversation."""
         return {
             "transcript": live.transcript.to_list(),
@@ -148,17 +152,23 @@ class Lineup:
             "odd": sorted({odd for m in live.transcript for odd in _odd(m)}),
         }
 
-    def settle(self, live: Dialogue, analyses: Mapping[str, Any]) -> None:
+    def settle(self, live: Any, analyses: Mapping[str, Any]) -> None:
         """Give a conversation that has ended what was measured on it."""
         values = {name: a["value"] for name, a in analyses.items()}
         live.analysis = values.get("") if set(values) <= {""} else values
 
-    def activations(self, live: Dialogue) -> Activations:
+    def activations(self, live: Any) -> Activations:
         """What its turns captured."""
         return Activations([a for m in live.transcript if m.activations is not None for a in m.activations])
 
-    def restore(self, record: Record, activations: Activations | None = None) -> Dialogue:
-        """The conversation as it ended, with what its turns captured where that is at hand."""
+    def restore(self, record: Record, activations: Activations | None = None) -> Any:
+        """The live object as it ended, with what its turns captured where that is at hand."""
+        conv = self.restored(record, activations)
+        self.settle(conv, record.get("analyses") or {})
+        return conv
+
+    def restored(self, record: Record, activations: Activations | None = None) -> Dialogue:
+        """The conversation of a job as it ended."""
         job = Job(
             id=record["id"],
             seed=record["seed"],
@@ -166,14 +176,13 @@ class Lineup:
             row=record["row"],
             sample=record["sample"],
         )
-        conv = self.begin(job)
+        conv = self.conversation(job)
         transcript = Transcript.from_list(record["transcript"])
         for index, message in enumerate(transcript if activations is not None else ()):
             own = [a for a in activations or () if (a.turn, a.participant) == _turn_of(message)]
             if own:
                 transcript.replace(index, message.with_(activations=Activations(own)))
         conv.resume_at(transcript, untagged(record))
-        self.settle(conv, record.get("analyses") or {})
         return conv
 
 
@@ -263,8 +272,7 @@ def _tell_estimates(lineup: Lineup, settings: Settings) -> None:
             )
             if settings.on_event is not None:
                 settings.on_event({"kind": "estimate", "text": str(found), **asdict(found)})
-            if settings.progress is not False:
-                print(found, file=sys.stderr)
+            announce(str(found), settings.progress)
 
 
 def run(recipes: Sequence[Dialogue], **options: Any) -> RunReport:

@@ -14,7 +14,9 @@ from interlens import Conversation, FunctionParticipant, RunReport, ScriptedPart
 from interlens.errors import InterlensError
 
 FLAGS = {
+    "cancel": ["--help", "-h"],
     "demo": ["--help", "--model", "--out", "-h"],
+    "eval": ["--help", "--out", "-h"],
     "run": ["--help", "--out", "-h"],
     "resume": ["--help", "-h"],
     "report": ["--help", "--html", "-h"],

@@ -1,10 +1,12 @@
 """Pictures with matplotlib: functions take and return `Axes`, on a white background."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from interlens.interp.capture import Activations
+from interlens.interp.capture import Activations, vector_of
 
 if TYPE_CHECKING:
+    import pandas
     import torch
     from matplotlib.axes import Axes
 
@@ -57,6 +59,161 @@ def norms(acts: Activations, *, site: str = "resid_post", ax: Any = None) -> "Ax
     ax.set_ylabel("norm")
     ax.legend()
     return ax  # type: ignore[no-any-return]
+
+
+def heatmap(
+    acts: Activations, *, direction: Any = None, turn: int = -1, site: str = "resid_post", ax: Any = None
+) -> "Axes":
+    """Layer by token: the length of the activation, or its projection h.u on a `direction`, centred at 0.
+
+    Rows are the captured layers, from the bottom up; columns the positions of one turn's view. Position 0,
+    which is of another size than all others, is left out of the colour scale.
+    """
+    import torch
+
+    found = sorted(acts.query(site=site, turn=turn), key=lambda a: a.layer)
+    if not found:
+        raise LookupError(f'nothing was captured at "{site}" in turn {turn}; there is {acts!r}')
+    along = vector_of(direction).float() if direction is not None else None
+    rows = [
+        a.tensor.float() @ (along / along.norm()) if along is not None else a.tensor.float().norm(dim=-1)
+        for a in found
+    ]
+    values = torch.stack(rows)
+    kept = values[:, [i for i, p in enumerate(found[0].positions) if p > 0] or slice(None)]
+    ax, image = _image(values.numpy(), signed=along is not None, top=float(kept.abs().max()), ax=ax)
+    _few(ax.xaxis, list(found[0].positions))
+    ax.set_yticks(range(len(found)), [a.layer for a in found])
+    ax.set_xlabel(f"token position in {found[0].participant}'s view, turn {found[0].turn}")
+    ax.set_ylabel("layer")
+    ax.figure.colorbar(image, ax=ax, label="h·u" if along is not None else "norm")
+    return ax  # type: ignore[no-any-return]
+
+
+def trace(frame: "pandas.DataFrame", *, value: str = "projection", ax: Any = None) -> "Axes":
+    """A value by message, one line for each who reads it, marked by who said it; `frame` is that of
+    `conv.project`.
+    """
+    ax = _axes(ax)
+    for reader, part in frame.groupby("reader") if "reader" in frame else [("", frame)]:
+        ax.plot(part["message"], part[value], marker="o", label="read by " + str(reader) if reader else None)
+    told = frame.drop_duplicates("message")
+    said: list[tuple[int, str]] = list(zip(told["message"], told["author"], strict=True))
+    labels = [f"{message}\n{author}" for message, author in said]
+    ax.set_xticks(list(told["message"]), labels)
+    ax.axhline(0, color="0.7", linewidth=1, zorder=0)
+    ax.set_xlabel("message")
+    ax.set_ylabel(value)
+    if "reader" in frame:
+        ax.legend()
+    return ax  # type: ignore[no-any-return]
+
+
+def probes(frame: "pandas.DataFrame", *, ax: Any = None) -> "Axes":
+    """Accuracy of a probe by layer with its standard error, and with shuffled labels; `frame` is that of
+    `probes.sweep`.
+    """
+    ax = _axes(ax)
+    ax.errorbar(frame["layer"], frame["accuracy"], yerr=frame["sem"], marker="o", capsize=2, label="probe")
+    ax.plot(frame["layer"], frame["shuffled"], marker="x", color="0.5", label="shuffled labels")
+    ax.set_ylim(0, 1.02)
+    ax.set_xlabel("layer")
+    ax.set_ylabel("accuracy on held-out folds")
+    ax.legend()
+    return ax  # type: ignore[no-any-return]
+
+
+def grid(frame: "pandas.DataFrame", *, tokens: Sequence[str] | None = None, ax: Any = None) -> "Axes":
+    """A patching grid: layer by position, 1 where the patch recovers all of the metric, 0 where nothing."""
+    top = max(1.0, float(abs(frame.to_numpy()).max()))
+    ax, image = _image(frame.to_numpy(), signed=True, top=top, ax=ax)
+    ax.set_yticks(range(len(frame)), list(frame.index))
+    labels = [_shown(t) for t in tokens] if tokens is not None else list(frame.columns)
+    if len(labels) != len(frame.columns):
+        raise ValueError(
+            f"{len(labels)} tokens were given for {len(frame.columns)} positions: give one for each"
+        )
+    _few(ax.xaxis, labels)
+    ax.set_ylabel("layer")
+    ax.set_xlabel("position")
+    ax.figure.colorbar(image, ax=ax, label="share recovered")
+    return ax  # type: ignore[no-any-return]
+
+
+def attention(
+    pattern: Any, *, tokens: Sequence[str] | None = None, layer: int = 0, head: int = 0, ax: Any = None
+) -> "Axes":
+    """Who attends to whom: queries down, keys across; `pattern` is `[layers, heads, queries, keys]` of
+    `interlens.attention`, or `[queries, keys]`.
+    """
+    values = pattern[layer, head] if pattern.ndim == 4 else pattern
+    ax, image = _image(values.float().numpy(), signed=False, top=1.0, ax=ax, origin="upper")
+    if tokens is not None:
+        labels = [_shown(t) for t in tokens]
+        _few(ax.xaxis, labels)
+        _few(ax.yaxis, labels)
+    ax.set_xlabel("key")
+    ax.set_ylabel("query")
+    ax.figure.colorbar(image, ax=ax, label="probability")
+    return ax  # type: ignore[no-any-return]
+
+
+def budget(frame: "pandas.DataFrame", *, ax: Any = None) -> "Axes":
+    """Success against tokens: columns `tokens`, `success` (0 to 1), `arm`, and perhaps `low` and `high`, the
+    ends of an interval.
+    """
+    ax = _axes(ax)
+    for arm, part in frame.sort_values("tokens").groupby("arm"):
+        [line] = ax.plot(part["tokens"], part["success"], marker="o", label=str(arm))
+        if "low" in part:
+            ax.fill_between(part["tokens"], part["low"], part["high"], alpha=0.15, color=line.get_color())
+    ax.set_ylim(-0.02, 1.02)
+    ax.set_xlabel("tokens spent per conversation")
+    ax.set_ylabel("success")
+    ax.legend()
+    return ax  # type: ignore[no-any-return]
+
+
+def dose(frame: "pandas.DataFrame", *, value: str = "score", ax: Any = None) -> "Axes":
+    """Steering: a score against the coefficient, one line for each `arm` (the direction, and its random
+    controls, in grey); columns `coef`, `arm`, and the value, of which there may be many for a coefficient.
+    """
+    ax = _axes(ax)
+    for arm, part in frame.groupby("arm"):
+        mean, sem = (getattr(part.groupby("coef")[value], how)() for how in ("mean", "sem"))
+        grey = {"color": "0.6", "linestyle": "--"} if str(arm).startswith(("random", "control")) else {}
+        ax.errorbar(mean.index, mean, yerr=sem.fillna(0.0), marker="o", capsize=2, label=str(arm), **grey)
+    ax.axvline(0, color="0.8", linewidth=1, zorder=0)
+    ax.set_xlabel("coefficient")
+    ax.set_ylabel(value)
+    ax.legend()
+    return ax  # type: ignore[no-any-return]
+
+
+def _axes(ax: Any) -> Any:
+    import matplotlib.pyplot as plt
+
+    return ax if ax is not None else plt.subplots(layout="constrained")[1]
+
+
+def _image(values: Any, *, signed: bool, top: float, ax: Any, origin: str = "lower") -> tuple[Any, Any]:
+    """An image with a scale that is centred at 0 where values have a sign."""
+    ax = _axes(ax)
+    colours, low = ("RdBu_r", -top) if signed else ("Blues", 0.0)
+    shape: dict[str, Any] = {"aspect": "auto", "origin": origin, "interpolation": "nearest"}
+    return ax, ax.imshow(values, cmap=colours, vmin=low, vmax=top or 1.0, **shape)
+
+
+def _few(axis: Any, labels: Sequence[Any]) -> None:
+    """At most thirty labels on an axis, evenly spaced."""
+    every = -(-len(labels) // 30)
+    upright = axis.axis_name == "x" and any(len(str(label)) > 2 for label in labels)
+    axis.set_ticks(range(0, len(labels), every), labels[::every], rotation=90 if upright else 0, fontsize=8)
+
+
+def _shown(token: str) -> str:
+    """A token as it is written in a label: a space is a dot."""
+    return token.replace(" ", "·").replace("\n", "⏎")
 
 
 def _mean(tensor: "torch.Tensor", positions: tuple[int, ...]) -> "torch.Tensor":

@@ -102,6 +102,12 @@ class Line:
             self._handle.update(content)
 
 
+def announce(text: str, wanted: bool | None) -> None:
+    """Say something once, before a run begins; `False` says nothing."""
+    if wanted is not False:
+        sys.stderr.write(f"{text}\n")
+
+
 def in_notebook() -> bool:
     """Whether this process is a notebook's kernel; IPython is not imported to find out."""
     ipython = sys.modules.get("IPython")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pandas
     import torch
 
-_KINDS = {"conversation": "interlens.conversation"}
+_KINDS = {"conversation": "interlens.conversation", "trajectory": "interlens.evaluation.trials"}
 """The module that rebuilds what a report holds, by kind; looked up by name, since it lies above this one."""
 
 

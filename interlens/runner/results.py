@@ -69,6 +69,11 @@ class RunResult:
         return str(self._place.kind.outcome if self._place is not None else self.record["outcome"])
 
     @property
+    def lineup(self) -> int:
+        """Which recipe of the pool it was made from."""
+        return int(self._place.kind.lineup if self._place is not None else self.record["lineup"])
+
+    @property
     def reason(self) -> str:
         """What ended it: `turns`, a stop condition's name, the limit's name, the error's type."""
         return str(self.record["reason"])

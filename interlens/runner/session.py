@@ -150,7 +150,8 @@ class Session:
             )
         self.tally.count(ended.outcome)
         event = {"kind": "job", "id": ended.id, "outcome": ended.outcome}
-        self.tell(event | {"done": self.tally.finished, "total": self.total})
+        done = {"done": self.tally.finished, "skipped": self.tally.skipped}
+        self.tell(event | done | {"total": self.total})
 
     def tell(self, event: dict[str, Any]) -> None:
         """Tell the observer something."""

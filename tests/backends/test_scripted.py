@@ -42,7 +42,7 @@ def test_a_list_is_answered_in_the_order_asked() -> None:
         ("", {"max_new_tokens": 1}, "", "eos", 1),
         ("a b STOP c", {"stop": ("STOP",)}, "a b ", "stop", 4),
         ("a END STOP", {"stop": ("STOP", "END")}, "a ", "stop", 3),
-        ("a b c", {"prefill": "so: "}, "so: a b c", "eos", 4),
+        ("a b c", {"prefill": "so: "}, "a b c", "eos", 4),
     ],
 )
 def test_words_are_tokens(text: str, rest: dict[str, Any], said: str, finish: str, n: int) -> None:
