@@ -57,14 +57,20 @@ def split(text: str, waits_for: str | None = None, *, cut: bool = True) -> Split
         thoughts.append(text[begin : end if end >= 0 else len(text)].strip())
         if end < 0:
             return Split("\n\n".join(thoughts), len(text))
-        answer = text[end + len(closing) :]
-        start, closing = len(text) - len(answer.lstrip()), None
+        start, closing = _after_space(text, end + len(closing)), None
 
 
 def _opened(text: str, start: int, waits_for: str | None) -> tuple[int, str | None]:
     """Where the reasoning that begins here begins without its tag, and the tag that closes it, if any."""
-    head = text[start:].lstrip()
+    at = _after_space(text, start)
     for opening, closing in TAGS:
-        if head.startswith(opening) and waits_for in (None, closing):
-            return len(text) - len(head) + len(opening), closing
+        if text.startswith(opening, at) and waits_for in (None, closing):
+            return at + len(opening), closing
     return start, waits_for
+
+
+def _after_space(text: str, at: int) -> int:
+    """The first place from `at` on that is no space; the end of the text if there is none."""
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at

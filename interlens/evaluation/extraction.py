@@ -244,7 +244,7 @@ def _letters(options: str) -> tuple[re.Pattern[str], ...]:
     either = rf"([{options}{small}]){ends}"
     closing = r"(?=[*_`\"'”’)\]}$.]{0,8}[ \t]*+(?:[\n,;:<]|\Z))"
     said = rf"""
-        (?<![^\W_]) (?i:answers? (?:[ ](?:choice|option|letter))? | (?:best|correct|right)[ ](?:choice|option))
+        (?<![^\W_]) (?i:answers?(?:[ ](?:choice|option|letter))? | (?:best|correct|right)[ ](?:choice|option))
         [*_]{{0,3}}
         (?: \s{{1,3}} (?i:is|would[ ]be|should[ ]be|must[ ]be)\b | \s{{0,3}}[:=>→] | \s{{1,3}}[-–—]\s )
         (?: [\s*_`"'“‘(\[{{$:] | \\[a-zA-Z]{{1,10}} | (?i:the|option|choice|letter|correct)\b ){{0,16}}

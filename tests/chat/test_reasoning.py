@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import time
 
 import pytest
 
@@ -73,3 +74,13 @@ def test_reasoning_and_answer_are_the_whole_reply():
         parted = split(text)
         kept = re.sub(r"</?\w+>", "", text[: parted.start]).strip()
         assert parted.reasoning == kept
+
+
+def test_many_blocks_are_read_in_a_time_that_grows_with_the_text():
+    def seconds(n: int) -> float:
+        began = time.perf_counter()
+        assert split("<think></think>" * n).start == 15 * n
+        return time.perf_counter() - began
+
+    seconds(1000)
+    assert seconds(40_000) < 40 * seconds(4000)  # ten times the text; a hundred times if it were quadratic
