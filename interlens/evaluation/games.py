@@ -428,9 +428,10 @@ class TextArena(Game):
         return StepResult(state=self._stands(turn), signals=signals, terminated=bool(over), info=info)
 
     def _news(self) -> str:
-        """What the game said, but for the player's own words."""
+        """What the game said, but for the player's own words, which some games give in another order."""
         _, said = self._game.get_observation()
-        return "\n\n".join(text.strip() for _, text, kind in said if kind.name != "PLAYER_ACTION")
+        others = [one for one in said if "PLAYER_ACTION" not in (getattr(part, "name", "") for part in one)]
+        return "\n\n".join(text.strip() for _, text, _ in others)
 
     def _begun(self, chance: Chance, seed: int) -> Any:
         """A game at its beginning, without textarena's wrappers."""

@@ -381,6 +381,35 @@ def test_a_seed_brings_the_same_whatever_else_draws(name: str, moves: list[str])
     assert any(played(game, moves, seed=seed) != once for seed in range(5, 12))
 
 
+ONE_PLAYER = """
+2048-v0 Bandit-v0 Blackjack-v0 Countdown-v0 Crosswords-v0 Cryptarithm-v0 FifteenPuzzle-v0 FrozenLake-v0
+GuessTheNumber-v0 LightsOut-v0 LogicPuzzle-v0 Mastermind-v0 Minesweeper-v0 PegJump-v0 RushHour-v0 Secretary-v0
+Set-v0 Slitherlink-v0 Sokoban-v0 Sudoku-v0-easy ThreeCardMonte-v0 TowerOfHanoi-v0
+"""
+
+
+@with_arena
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_PLAYER.split())
+def test_nonsense_wins_no_game(name: str):
+    game = TextArena(name)
+    nonsense = ["[zzz]", "no", "[zzz]", "[zzz]"]
+    states, results = played(game, nonsense, seed=3)
+    assert (states, results) == played(game, nonsense, seed=3)
+    assert [values(r)["success"] for r in results] == [0] * len(results)
+    assert not any(values(r).get("valid") for r in results)
+    assert "zzz" not in "".join(state.seen for state in states)
+
+
+@with_arena
+def test_the_players_own_words_are_not_shown_whatever_their_order():
+    game = TextArena("Countdown-v0")
+    states, results = played(game, ["so [0 1 +]"])
+    assert values(results[0])["valid"] == 1
+    assert "[0 1 +]" not in states[1].seen
+    assert "TARGET: 532" in states[1].seen
+
+
 @with_arena
 def test_a_bare_move_is_put_in_brackets_for_ones_own_extractor():
     game = TextArena("GuessTheNumber-v0", extractor="numeric")
