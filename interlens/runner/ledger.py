@@ -4,6 +4,8 @@ A record's line begins with its head, in a fixed order, so that a scan reads tha
 most jobs have in common (outcome, attempts, analyses) is kept once, as a `Kind`.
 """
 
+import contextlib
+import gc
 import itertools
 import json
 import re
@@ -352,9 +354,22 @@ def _text(id: bytes) -> str:
 def index_records(folder: str | Path) -> Ledger:
     """For each job, where its best record lies."""
     ledger = Ledger()
-    for file in sorted((Path(folder) / "seg").glob("*.jsonl")):
-        ledger.add_file(file)
-    return ledger.settle()
+    with _no_collections():
+        for file in sorted((Path(folder) / "seg").glob("*.jsonl")):
+            ledger.add_file(file)
+        return ledger.settle()
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """No search for cycles meanwhile: millions of small objects come and go, and none is in one."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def read_record(place: Place) -> dict[str, Any]:
