@@ -310,3 +310,10 @@ def test_all_is_the_lazy_table() -> None:
     assert list(package.__all__) == sorted(package._LAZY)
     unknown = [name for name in package._LAZY if not hasattr(package, name)]
     assert not unknown, f"in the lazy table, but their modules do not have them: {unknown}"
+
+
+def test_the_command_line_loads_no_torch() -> None:
+    """`interlens --help` and `interlens eval` of a hosted model need none."""
+    code = "import sys, interlens.cli; print(sorted({'torch', 'transformers', 'openai'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

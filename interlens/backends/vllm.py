@@ -15,7 +15,8 @@ from typing import Any
 
 from interlens.backends.chat import Chat
 from interlens.engine import load
-from interlens.engine.rows import Row, RowRequest, Text
+from interlens.engine.rows import Row, RowRequest
+from interlens.engine.text import Text
 from interlens.errors import ContextOverflow, EngineError, ModelError, require
 from interlens.request import BackendSpec, Capabilities, Completion, Generate, Ticket
 

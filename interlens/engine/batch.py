@@ -22,9 +22,10 @@ from interlens.engine.kv import Segment, Slots
 from interlens.engine.prefixes import BLOCK, Holder, Prefixes
 from interlens.engine.resident import Resident
 from interlens.engine.rotary import growing, own_frequencies
-from interlens.engine.rows import Row, RowRequest, Text
+from interlens.engine.rows import Row, RowRequest
 from interlens.engine.sampler import Draw, raw_statistics, sample
 from interlens.engine.switch import device_of
+from interlens.engine.text import Text
 from interlens.errors import EngineError
 from interlens.interp.hooks import Session
 from interlens.interp.sites import Sites

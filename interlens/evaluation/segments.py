@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from interlens import spoken
-from interlens.engine.rows import Text
+from interlens.engine.text import Text
 from interlens.models import ModelParticipant
 from interlens.participants import Reply, Turn, fitted
 from interlens.request import Call, ChatParams, Completion, Finish, Generate

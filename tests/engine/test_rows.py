@@ -7,7 +7,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from interlens.engine.batch import Engine
-from interlens.engine.rows import Row, RowRequest, Text
+from interlens.engine.rows import Row, RowRequest
+from interlens.engine.text import Text
 from interlens.engine.tiny import tiny_tokenizer
 from interlens.request import Ticket
 from tests.engine.driving import drive, packed_tiny, prompt, row, spell
