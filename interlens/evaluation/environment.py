@@ -20,8 +20,9 @@ KINDS: tuple[Kind, ...] = ("outcome", "step", "format", "process")
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """A number that an action brought about. A trajectory's reward is the sum of its outcomes, and where it
-    has none, of its steps; format and process are reported apart.
+    """A number that an action brought about. A trajectory's reward is the sum of its outcomes other than
+    `success`, where it has none of its steps, where it has none either its success; format and process are
+    reported apart.
     """
 
     name: str

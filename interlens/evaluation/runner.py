@@ -176,7 +176,7 @@ class TrajectoryRunner:
             raise ValueError(f"{len(said)} actions are given; a trajectory has at most {self.max_steps} here")
         first = trajectory.conversation.chance.sample + 1
         starts = [Start(task=trajectory.task, said=said, draw=first + i) for i in range(n)]
-        seed = int(options.pop("seed", trajectory.seed - trajectory.task))
+        seed = int(options.pop("seed", trajectory.seed - trajectory.task - self.params.seed))
         return self._run(starts, None, options.pop("progress_callback", None), {**options, "seed": seed})
 
     def _said(self, words: str) -> Message:
@@ -194,7 +194,14 @@ class TrajectoryRunner:
         conv = self.conversation
         if (budget := stop.ambient_budget()) is not None:
             conv = conv.run_until(program.either(conv.recipe.run_until, budget))
-        return Trials(conv, self.environment, starts, max_steps=self.max_steps, logprobs=self.params.logprobs)
+        return Trials(
+            conv,
+            self.environment,
+            starts,
+            max_steps=self.max_steps,
+            logprobs=self.params.logprobs,
+            seed=self.params.seed,
+        )
 
     def _run(
         self, starts: Sequence[Start], batch_size: int | None, told: Progress, options: Mapping[str, Any]

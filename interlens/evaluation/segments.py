@@ -174,7 +174,7 @@ class _Said:
         self.shown = 0
         """How many characters belong to pieces; what is behind them begins the next one."""
         self.used = 0
-        """Tokens that were generated and kept."""
+        """Tokens that were generated, those that were dropped included."""
         self.dropped = 0
         self.foreign = False
         """Whether some words are not the model's."""
@@ -264,7 +264,7 @@ class _Said:
         if gone:
             ids, self.ids, self.reader = self.ids[:kept], [], Text(self.tokenizer)
             self._read(ids)
-            self.used, self.dropped = self.used - gone, self.dropped + gone
+            self.dropped += gone
 
     def completion(self) -> Completion:
         """The whole turn as if it had been generated at once."""

@@ -85,10 +85,13 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """The sum of outcomes; where there is none, of step rewards."""
+        """The sum of outcomes other than `success`; where there is none, of step rewards; where there is none
+        either, the success.
+        """
         found = [s for step in self.steps for s in step.signals]
-        outcomes = [s.value for s in found if s.kind == "outcome"]
-        return sum(outcomes) if outcomes else sum(s.value for s in found if s.kind == "step")
+        kinds = ("outcome", "step")
+        told = {kind: [s.value for s in found if s.kind == kind and s.name != "success"] for kind in kinds}
+        return sum(told["outcome"] or told["step"] or [self.signals.get("success", 0.0)])
 
     @property
     def success(self) -> bool:

@@ -62,15 +62,17 @@ class Trials(Lineup):
         *,
         max_steps: int,
         logprobs: int | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__(conv)
+        self.seed = seed
         self.environment, self.starts = environment, list(starts)
         self.max_steps, self.logprobs = max_steps, logprobs
         self._by_row = {_key(start.row()): start for start in self.starts}
 
     def describe(self) -> dict[str, Any]:
         """The recipe of the conversation, the environment and the tasks."""
-        own = {"environment": self.environment.describe(), "max_steps": self.max_steps}
+        own = {"environment": self.environment.describe(), "max_steps": self.max_steps, "seed": self.seed}
         own["name_of_environment"] = self.environment.name
         return super().describe() | storable(own) | {"tasks": digest_of([s.row() for s in self.starts])}
 
@@ -88,7 +90,7 @@ class Trials(Lineup):
             id = f"{name}/again_{again:02d}" if again else name
             yield Job(
                 id=f"{self.name}/{id}" if settings.named else id,
-                seed=settings.seed + start.task,
+                seed=settings.seed + self.seed + start.task,
                 number=number,
                 row=start.row(),
                 sample=start.draw or again,
@@ -201,8 +203,11 @@ def _checked(environment: Environment, seen: Any) -> Seen:
                 f'{environment.name}.messages gives messages like {{"role": "user", "content": "…"}}; '
                 f"got {said!r}"
             )
-        if said.get("role", "user") not in ("system", "user", "assistant"):
-            raise ValueError(f"{environment.name} shows a message of the role {said['role']!r}")
+        if said.get("role", "user") not in ("system", "user"):
+            raise ValueError(
+                f"{environment.name} shows a message of the role {said['role']!r}: an environment says "
+                f"system and user messages; put examples of answers into their text"
+            )
     return list(seen)
 
 
@@ -218,8 +223,7 @@ def _show(conv: Conversation, seen: Seen, *, first: bool) -> None:
         conv.recipe = conv.recipe.changed(shared_system_prompt=shared)
     for said in seen:
         if said.get("role") != "system":
-            own = said.get("role") == "assistant"
-            conv.say(conv.names[0] if own else WORLD, said["content"])
+            conv.say(WORLD, said["content"])
 
 
 def tasks_of(environment: Environment, task_indices: Any, num_tasks: int | None) -> list[int]:

@@ -130,7 +130,8 @@ def test_forced_words_are_not_asked_of_the_model(smol: HuggingFaceBackend) -> No
     assert [s["by"] for s in message.metadata["segments"]][:3] == ["model", "callback", "model"]
     assert seen[1].text == " Dogs bark."
     assert seen[1].forced
-    assert seen[1].tokens == seen[0].tokens - message.metadata.get("dropped_tokens", 0)
+    assert seen[1].tokens == seen[0].tokens  # what is dropped was generated all the same
+    assert message.metadata["dropped_tokens"] >= 1
     assert pieces(message)[0] + " Dogs bark." in message.content
     assert message.metadata["content_ids"] is None  # not all of it was sampled
     again = smol.generate_chat(

@@ -498,3 +498,35 @@ def test_progress_counts_what_was_read_back(tmp_path: Path):
     result = runner.run_batch(out_dir=tmp_path, progress_callback=lambda *a: told.append(a))
     assert told[-1] == (5, 5)
     assert [t.outcome for t in result[1:4]] == ["done"] * 3
+
+
+def test_the_seed_of_sampling_parameters_is_honoured(local: HuggingFaceBackend):
+    def said(seed: int, run: int) -> list[str]:
+        params = {"temperature": 1.0, "max_tokens": 8, "seed": seed}
+        return [t.steps[0].action for t in TrajectoryRunner(Asked(3), local, params).run_batch(seed=run)]
+
+    assert said(5, 0) == said(0, 5) == said(2, 3) != said(0, 0)
+    runner = TrajectoryRunner(Guess(), local, {"temperature": 1.0, "max_tokens": 6, "seed": 4})
+    first = runner.run_batch([2], seed=9)[0]
+    assert runner.branch(first, 1)[0].seed == first.seed == 15
+
+
+def test_a_reward_is_the_games_own_where_it_has_one():
+    class Paid(Asked):
+        def step(self, state: int, action: str) -> StepResult:
+            signals = [Signal("reward", -3.0, "step"), Signal("success", 1.0)]
+            return StepResult(state=state, signals=signals, terminated=True)
+
+    [paid] = TrajectoryRunner(Paid(1), ScriptedBackend(lambda request: "yes")).run_batch()
+    assert (paid.reward, paid.success) == (-3.0, True)
+
+
+def test_an_environment_does_not_speak_for_the_model():
+    """It would count as a step, and move the numbers of all others."""
+
+    class Shown(Asked):
+        def messages(self, state: int) -> list[dict[str, Any]]:
+            return [{"role": "assistant", "content": "42"}, *super().messages(state)[1:]]
+
+    [found] = TrajectoryRunner(Shown(1), ScriptedBackend(lambda request: "yes")).run_batch()
+    assert "put examples of answers into their text" in str(found.error)
