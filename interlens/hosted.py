@@ -139,7 +139,7 @@ class APIParticipant(ModelParticipant):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """What a batch run will ask of one model, at most."""
+    """What a batch run will ask of one model: a guess, from texts that are known before it begins."""
 
     name: str
     requests: int
@@ -150,16 +150,21 @@ class Estimate:
     output_tokens: int
     cost: float | None
     """In the currency of the prices; `None` without prices."""
+    rows: bool = False
+    """Whether texts of rows come on top, which are not known yet."""
 
     def __str__(self) -> str:
-        money = f", at most {self.cost:.2f} at your prices" if self.cost is not None else ""
+        money = f", about {self.cost:.2f} at your prices" if self.cost is not None else ""
+        money += "; what the rows of data hold comes on top" if self.rows else ""
         return (
             f"{self.name}: {self.requests} requests in {self.waves} batches one after the other (minutes to "
             f"a day each), about {self.input_tokens} tokens in, at most {self.output_tokens} out{money}"
         )
 
 
-def estimate(person: APIParticipant, *, jobs: int, turns: int, speakers: int, context: int) -> Estimate:
+def estimate(
+    person: APIParticipant, *, jobs: int, turns: int, speakers: int, context: int, rows: bool = False
+) -> Estimate:
     """What a rollout asks of one of its speakers who take turns; `context` in characters."""
     own = -(-turns // speakers)
     said = [context / 4 + k * speakers * person.max_new_tokens for k in range(own)]
@@ -172,6 +177,7 @@ def estimate(person: APIParticipant, *, jobs: int, turns: int, speakers: int, co
         input_tokens=round(used["input"]),
         output_tokens=round(used["output"]),
         cost=money,
+        rows=rows,
     )
 
 

@@ -329,7 +329,7 @@ def fitted(
     room = Room(
         pov=participant.name,
         size=size,
-        limit=limit - reply if limit is not None else 0,
+        limit=limit - reply if limit is not None else 1 << 30,
         reply=reply,
         pinned=min(turn.pinned, len(turn.entries)),
         memory=turn.memory,

@@ -269,6 +269,7 @@ def _tell_estimates(lineup: Lineup, settings: Settings) -> None:
                 turns=recipe.turns,
                 speakers=len(recipe.participants),
                 context=context + own,
+                rows=recipe.needs_row,
             )
             if settings.on_event is not None:
                 settings.on_event({"kind": "estimate", "text": str(found), **asdict(found)})

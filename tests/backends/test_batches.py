@@ -273,6 +273,7 @@ def test_batches_are_told_with_their_age(peer: Provider, capsys: pytest.CaptureF
     right(report, 3, 1)
     shown = capsys.readouterr().err
     assert "ana: 3 requests in 1 batches one after the other" in shown
+    assert "what the rows of data hold comes on top" in shown
     backend = next(
         scheduler().pool.peek(spec) for spec in scheduler().pool.resident() if spec.kind == "openai"
     )
@@ -309,6 +310,8 @@ def test_an_estimate_comes_before_anything_is_sent(peer: Provider) -> None:
     tokens_in = 10 * (100 + 300)  # 400 characters, then those and two replies
     assert told[0]["input_tokens"] == tokens_in
     assert told[0]["output_tokens"] == 2000
+    assert told[0]["rows"] is False
+    assert "comes on top" not in told[0]["text"]
     assert told[0]["cost"] == pytest.approx((tokens_in * 3 + 2000 * 15) / 2e6)
     used = [
         m.metadata["usage"] for t in conv.rollout(2, progress=False).transcripts().values() for m in t[1:]
