@@ -8,22 +8,18 @@ object and no other.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from interlens import archive, crossing, html, pretrained, program, rollouts
+from interlens import archive, pretrained, program, rollouts
 from interlens.chat.reasoning import Visibility
-from interlens.chat.view import View
-from interlens.dialogue import Dialogue, Tap
+from interlens.dialogue import Tap
 from interlens.errors import nearest
 from interlens.hooks import TurnHook
 from interlens.interp.capture import Activations, Capture
-from interlens.interp.directions import Direction
 from interlens.interp.edits import Edit, edits_of
-from interlens.interp.reading import patch_grid
-from interlens.interp.tracing import trace
 from interlens.interp.watching import StopWhen
-from interlens.message import Message, sound
-from interlens.models import SAMPLING, ModelParticipant
+from interlens.message import Message
+from interlens.models import SAMPLING
 from interlens.participants import Participant
 from interlens.program import Options
 from interlens.recipe import Hooked, Mode, Recipe
@@ -34,12 +30,10 @@ from interlens.runner.scheduler import Task, scheduler
 from interlens.speakers import RoundRobin
 from interlens.stop import ambient_budget
 from interlens.transcript import Transcript
-
-if TYPE_CHECKING:
-    import pandas
+from interlens.viewing import Viewing
 
 
-class Conversation(Dialogue):
+class Conversation(Viewing):
     """Participants who talk; see `docs` for a tour.
 
     `shared_context` opens the transcript, said by the moderator. `shared_system_prompt` is in everybody's
@@ -217,14 +211,6 @@ class Conversation(Dialogue):
 
     # -- verbs
 
-    def _ready(self) -> None:
-        if self.recipe.needs_row or self.recipe.data is not None:
-            raise ValueError(
-                "this is a recipe whose templates or data make one conversation per row: run rollout(...), "
-                "and look at "
-                "report.results[id].conversation"
-            )
-
     def run(
         self,
         turns: int | None = None,
@@ -273,10 +259,13 @@ class Conversation(Dialogue):
         asking = program.take(self, self.participant(speaker), "turn/0", options)
         return scheduler().ask(asking)
 
-    def say(self, author: Any, text: str) -> Message:
-        """Commit words nobody generated."""
+    def say(self, author: Any, text: str, *, to: Any = None) -> Message:
+        """Commit words nobody generated; with `to` (a participant or several) only these see them."""
         name = author.name if isinstance(author, Participant) else author
         message = Message(name, text)
+        if to is not None:
+            people = to if isinstance(to, list | tuple) else [to]
+            message = message.with_(metadata={"to": [self.participant(one).name for one in people]})
         self._transcript.append(message)
         return message
 
@@ -323,93 +312,6 @@ class Conversation(Dialogue):
             yield tap.caught
         finally:
             self.taps.remove(tap)
-
-    def project(self, direction: Direction, readers: Sequence[Any] | None = None) -> "pandas.DataFrame":
-        """The mean projection h.u over every message's content, in the view of everybody who reads it."""
-        return crossing.project(self, direction, readers)
-
-    def compare(self, other: "Conversation", direction: Direction | None = None) -> "pandas.DataFrame":
-        """This branch and another side by side: words, log-probabilities and projections, by message."""
-        return crossing.compare(self, other, direction)
-
-    def patch_grid(
-        self, other: "Conversation", speaker: Any, metric: Any, **where: Any
-    ) -> "pandas.DataFrame":
-        """Run what a speaker sees in `other` with one activation of this branch at a time.
-
-        `metric` takes the next token's logits `[V]`; `site=`, `layers=` and `positions=` say where (see
-        `interlens.patch_grid`). A cell is the share of the way from the other branch (0) to this one (1).
-        """
-        who = self.participant(speaker)
-        return patch_grid(who, self.view(who).ids, other.view(who.name).ids, metric, **where)
-
-    def trace(self, speaker: Any, turn: int = -1, *, edits: bool = True, grad: bool = False) -> Any:
-        """An nnsight tracer over exactly the ids that a participant saw and said in one of its turns.
-
-        `turn` counts speaking turns, negative from this speaker's last. The turn's edits are made again
-        unless `edits=False`. `tracer.nn` is the wrapped model: `t.nn.model.layers[12].output.save()`.
-        Limits are nnsight's (`interp.tracing`).
-        """
-        who = self.participant(speaker)
-        message = self._spoken(who.name, turn)
-        if not isinstance(who, ModelParticipant) or message.prompt_ids is None:
-            raise TypeError(f"{who.name} is answered by {type(who).__name__}, which has no module to trace")
-        ids = (*message.prompt_ids, *(message.token_ids or ()))
-        return trace(who.resident, ids, message.edits if edits else (), grad=grad)
-
-    def _spoken(self, name: str, turn: int) -> Message:
-        """The message of a participant's turn."""
-        own = [m for m in self._transcript if m.author == name]
-        found = (
-            own[turn : turn + 1 or None] if turn < 0 else [m for m in own if m.metadata.get("turn") == turn]
-        )
-        if not found:
-            turns = [m.metadata.get("turn") for m in own]
-            raise LookupError(f"{name} has no turn {turn}; it spoke in the turns {turns}")
-        return found[0]
-
-    def view(self, pov: Any) -> View:
-        """Exactly what a participant would be given if it spoke now; loads a tokenizer, never weights."""
-        self._ready()
-        return scheduler().ask(program.look(self, self.participant(pov)))
-
-    def render_templated(self, pov: Any) -> str:
-        """The view as the text its template makes."""
-        return self.view(pov).text
-
-    def tokens(self, pov: Any) -> View:
-        """The view, for its `.ids` and spans."""
-        view = self.view(pov)
-        view.segments_or_raise()
-        return view
-
-    # -- showing
-
-    def frame(self) -> "pandas.DataFrame":
-        """One row per message."""
-        return self._transcript.frame()
-
-    def __repr__(self) -> str:
-        state = f"{self.n_turns} turns, {self.tokens_generated} tokens"
-        extra = f", {self._origin}" if self._origin else ""
-        return f"Conversation({', '.join(self.names)}: {state}{extra})"
-
-    def _repr_html_(self) -> str:
-        head = html.tag("p", html.tag("b", repr(self)))
-        return html.tag("div", head, html.Html(self._transcript._repr_html_()))
-
-    def show(self) -> None:
-        """Show the conversation so far: as HTML in a notebook, as text in a terminal."""
-        from interlens.notebook.live import show
-
-        show(self)
-
-    def save_html(self, path: str | Path) -> Path:
-        """Write one self-contained file."""
-        messages = self._transcript.html_messages()
-        whole = sound(html.page(repr(self), html.tag("h1", repr(self)), *messages))
-        Path(path).write_text(whole, encoding="utf-8")
-        return Path(path)
 
     # -- keeping
 

@@ -105,6 +105,13 @@ class Message:
         """The same message with some fields changed."""
         return replace(self, **changes)
 
+    def heard_by(self, name: str) -> bool:
+        """Whether a participant sees this message: its author does, and all others unless it was said to
+        some (`metadata["to"]`, a list of names).
+        """
+        to = self.metadata.get("to")
+        return to is None or name == self.author or name in to
+
 
 def lasting(receipt: Mapping[str, Any]) -> dict[str, Any]:
     """A receipt without what depends on which keys were still there: how many positions were run again."""

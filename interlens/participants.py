@@ -33,7 +33,7 @@ class Turn:
     """Everything that a participant is told about the turn it is to take."""
 
     entries: tuple[Entry, ...]
-    """The transcript as far as it goes."""
+    """The transcript as far as it goes, without what was said to others."""
     turn: int
     """Ordinal of this speaking turn."""
     stream: Stream
@@ -43,6 +43,8 @@ class Turn:
     continue_prompt: str = "Continue."
     visibility: Visibility = "strip"
     show_names: bool = False
+    unheard: frozenset[int] = frozenset()
+    """Indices of the messages that were said to others."""
     pinned: int = 0
     """How many messages at the front are the shared context."""
     policy: ContextPolicy = field(default_factory=Refuse)
@@ -123,6 +125,7 @@ class Participant:
             continue_prompt=turn.continue_prompt,
             visibility=turn.visibility,
             show_names=turn.show_names,
+            unheard=turn.unheard,
         )
 
     def identity(self) -> str:

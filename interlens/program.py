@@ -183,9 +183,10 @@ def situation(
     """What a participant is told about a turn."""
     recipe = conv.recipe
     names = {p.name for p in recipe.participants}
-    entries = list(conv.entries())
+    said = list(conv.entries())
+    entries = [e for e in said if e.message.heard_by(speaker.name)]
     if extra is not None:
-        entries.append(Entry(extra, len(entries), None))
+        entries.append(Entry(extra, len(said), None))
     authors = names | {e.message.author for e in entries} - {recipe.moderator_name}
     hooked = [h.what for h in recipe.hooks if h.applies(speaker.name, conv.n_turns)]
     captures = [h for h in hooked if isinstance(h, Capture)] + [tap.capture for tap in conv.taps]
@@ -203,6 +204,7 @@ def situation(
         continue_prompt=recipe.continue_prompt,
         visibility=recipe.reasoning_visibility,
         show_names=len(authors) > 2,
+        unheard=frozenset(i for i, e in enumerate(said) if not e.message.heard_by(speaker.name)),
         pinned=int(bool(entries) and entries[0].message.author == recipe.moderator_name),
         policy=policy_of(recipe.context_policy),
         context_limit=recipe.context_limit,

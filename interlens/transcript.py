@@ -145,6 +145,8 @@ class Transcript:
 def _note(message: Message) -> str:
     meta = message.metadata
     parts = [f"turn {meta['turn']}"] if "turn" in meta else []
+    if "to" in meta:
+        parts.append(f"seen by {', '.join(meta['to']) or 'nobody else'}")
     if meta.get("n_tokens"):
         parts.append(f"{meta['n_tokens']} tokens")
     if meta.get("finish") not in (None, "eos"):

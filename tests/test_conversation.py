@@ -605,3 +605,32 @@ def test_two_tools_of_one_name_are_refused():
 
     with pytest.raises(ValueError, match="two tools are called 'twin'"):
         ModelParticipant(name="b", backend=ScriptedBackend(["x"]), tools=(twin, twin))
+
+
+# -- said to some
+
+
+def test_what_is_said_to_one_is_seen_by_no_other():
+    conv = Conversation([ScriptedParticipant(n, [f"I am {n}."] * 3) for n in ("ana", "ben")])
+    conv.say("moderator", "Welcome.")
+    conv.say("moderator", "Your card is a king.", to="ana")
+    conv.say("moderator", "Your card is a queen.", to=[conv.participant("ben")])
+    conv.run(2)
+    seen = {n: [m["content"] for m in conv.view(n).messages] for n in ("ana", "ben")}
+    assert seen["ana"] == ["Welcome.", "Your card is a king.", "I am ana.", "I am ben."]
+    assert seen["ben"] == ["Welcome.", "Your card is a queen.", "I am ana.", "I am ben.", "Continue."]
+    assert [conv.view(n).dropped for n in seen] == [0, 0]
+    assert "seen by ana" in conv._repr_html_()
+    with pytest.raises(ValueError, match="nobody here is called 'bem'"):
+        conv.say("moderator", "x", to="bem")
+
+
+def test_a_whisper_is_kept_with_the_conversation(tmp_path):
+    conv = Conversation([ScriptedParticipant(n, ["Yes."] * 3) for n in ("ana", "ben")])
+    conv.say("ben", "Just you and me.", to="ana")
+    conv.say("moderator", "Go.")
+    loaded = Conversation.load(conv.save(tmp_path / "kept"))
+    assert loaded.transcript[0] == conv.transcript[0]
+    assert loaded.view("ben").messages[0]["content"] == "Just you and me."  # its author's own
+    assert loaded.transcript[0].heard_by("ana")
+    assert not loaded.transcript[0].heard_by("cat")

@@ -29,6 +29,7 @@ HEAVY = ("torch", "transformers", "pandas", "IPython", "matplotlib", "datasets",
 PRINTING = ("cli.py", "demo.py", "__main__.py")
 FACADES = {
     "interlens/conversation.py": "interlens.notebook.",
+    "interlens/viewing.py": "interlens.notebook.",
     "interlens/runner/report.py": "interlens.notebook.",
     "interlens/backends/chat.py": "interlens.asking.",
 }

@@ -49,6 +49,8 @@ class Reading:
     show_names: bool = False
     tokenizer_key: str | None = None
     """Names the tokenizer; ids sampled under the same key are used as they are."""
+    unheard: frozenset[int] = frozenset()
+    """Indices of the messages that were said to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,8 @@ def compose(
             stop = tuple(f"{gap}{name}:" for name in names for gap in ("\n\n", "\n"))
     messages = tuple({"role": b.role, "content": b.text, **b.extra} for b in fitted)
     here = [e.index for e in entries if e.index is not None]
-    dropped = 1 + max(here, default=-1) - len(here)
+    last = max(here, default=-1)
+    dropped = 1 + last - len(here) - sum(i < last for i in reading.unheard)
     return View(reading.pov, messages, segments, stop, dropped, tools=tuple(tools))
 
 

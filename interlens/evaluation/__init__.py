@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from interlens.evaluation.arena import TextArena as TextArena
     from interlens.evaluation.calls import MultiEvalEntry as MultiEvalEntry
     from interlens.evaluation.calls import run_evaluation as run_evaluation
     from interlens.evaluation.calls import run_multi_evaluation as run_multi_evaluation
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from interlens.evaluation.environment import Environment as Environment
     from interlens.evaluation.environment import Signal as Signal
     from interlens.evaluation.environment import StepResult as StepResult
+    from interlens.evaluation.games import TextGym as TextGym
     from interlens.evaluation.results import BatchResult as BatchResult
     from interlens.evaluation.runner import SegmentedTrajectoryRunner as SegmentedTrajectoryRunner
     from interlens.evaluation.runner import TrajectoryRunner as TrajectoryRunner
@@ -31,9 +33,11 @@ if TYPE_CHECKING:
     from interlens.request import ChatParams as ChatParams
 
 _MODULES = {
+    "arena": "TextArena",
     "calls": "MultiEvalEntry run_evaluation run_multi_evaluation run_segmented_evaluation",
     "config": "BackendFactory EnvironmentFactory EvalConfig ModelConfig create_sampling_params",
     "environment": "Environment Signal StepResult",
+    "games": "TextGym",
     "results": "BatchResult",
     "runner": "SegmentedTrajectoryRunner TrajectoryRunner",
     "segments": "COMPLETE BoundaryContinuation ForceAction TokenContinuation",

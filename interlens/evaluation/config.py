@@ -8,7 +8,7 @@ from typing import Any
 
 from interlens import backends
 from interlens.errors import nearest
-from interlens.evaluation import extraction, games, sources
+from interlens.evaluation import arena, extraction, games, sources
 from interlens.evaluation.environment import Environment
 from interlens.evaluation.results import BatchResult
 from interlens.evaluation.runner import Progress, TrajectoryRunner, run_trials
@@ -229,7 +229,7 @@ class EnvironmentFactory:
         elif c.gym is not None:
             made = games.TextGym(c.gym, **c.config)
         elif c.textarena is not None:
-            made = games.TextArena(c.textarena, **c.config)
+            made = arena.TextArena(c.textarena, **c.config)
         else:
             made = sources.ReasoningGym(
                 c.name, size=c.size, seed=c.seed, config=dict(c.config) or None, **given

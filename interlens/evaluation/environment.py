@@ -67,6 +67,9 @@ class Environment:
 
     `messages(state)` is what is new to see in a state, as chat messages (`system` in the first state only);
     what was seen and done before is the runner's to show (`history=`). The gold is in none of them.
+
+    Where several `players` act, `current_player(state)` says who is next, and `messages(state)` is what is
+    new to that player, and for no other's eyes. Signals `success` and `reward` are those of player 0.
     """
 
     name: str = "environment"
@@ -74,6 +77,12 @@ class Environment:
     """Whether `step` on the same state with the same action always does the same, and changes nothing."""
     max_steps: int = 1
     """How many actions a trajectory has at most, unless the runner says otherwise."""
+    players: int = 1
+    """How many act in it, each a model of its own."""
+
+    def current_player(self, state: Any) -> int:
+        """Who acts next, from 0."""
+        return 0
 
     def reset(self, *, task: int, seed: int) -> Any:
         """The first state of a task."""

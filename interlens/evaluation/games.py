@@ -1,5 +1,4 @@
-"""Games that are played turn by turn: those of gymnasium that have a few actions, and those of textarena for
-one player.
+"""Games that are played turn by turn, and those of gymnasium that have a few actions.
 
 A game is changed by what is done in it, so each trajectory has one of its own (`pure_step` is False), which
 the same seed and the same actions bring to the same place.
@@ -11,7 +10,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -70,6 +69,8 @@ class Turn:
     note: str = ""
     """What was wrong with the last action."""
     over: bool = False
+    player: int = 0
+    """Who moves next."""
 
 
 class Game(Environment):
@@ -83,6 +84,10 @@ class Game(Environment):
     extractor: Extractor
     _game: Any = None
     _turn: Turn | None = None
+
+    def current_player(self, state: Turn) -> int:
+        """Who moves next."""
+        return state.player
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in vars(self).items() if k not in ("_game", "_turn", "_chance")}
@@ -104,7 +109,7 @@ class Game(Environment):
 
     def _unread(self, state: Turn, why: str) -> StepResult:
         """What comes of a reply without an action."""
-        turn = Turn(state.task, state.steps + 1, state.seen, note=f"{why} Nothing has changed.\n\n")
+        turn = replace(state, steps=state.steps + 1, note=f"{why} Nothing has changed.\n\n")
         signals = (Signal("format", 0.0, "format"), Signal("success", 0.0))
         return StepResult(state=self._stands(turn), signals=signals, info={"action": None, "unreadable": why})
 
@@ -219,13 +224,14 @@ class TextGym(Game):
             return gym.make(self.env, **self.options, **self._mode)
         except gym.error.UnregisteredEnv as error:
             raise ValueError(
-                f"gymnasium has no game {self.env!r}: {_close(self.env, gym.registry)}"
+                f"gymnasium has no game {self.env!r}: {close_to(self.env, gym.registry)}"
             ) from error
         except (gym.error.Error, TypeError) as error:
             raise ValueError(f"gymnasium makes no {self.env} with {self.options}: {error}") from error
 
 
-def _close(name: str, known: Iterable[str]) -> str:
+def close_to(name: str, known: Iterable[str]) -> str:
+    """The names that are nearest to one, in words."""
     near = difflib.get_close_matches(name, sorted(known), n=5, cutoff=0.4)
     return f"the nearest are {', '.join(near)}" if near else "and none of a similar name"
 
@@ -352,106 +358,3 @@ _KNOWN = {
         _cards,
     ),
 }
-
-
-# -- textarena
-
-
-class TextArena(Game):
-    """A game of textarena for one player.
-
-    `options` go to `textarena.make`. The move is what stands in the last square brackets of a reply, unless
-    `extractor` is given. A game that ends is won where `success(reward)` holds: 1 or more, unless given. The
-    signal `valid` says whether the game took the move.
-    """
-
-    def __init__(
-        self,
-        env_id: str,
-        *,
-        max_steps: int | None = None,
-        options: Mapping[str, Any] | None = None,
-        extractor: Any = None,
-        success: Success | None = None,
-    ) -> None:
-        self.name = self.env_id = env_id
-        self.options = dict(options or {})
-        self.extractor = Pattern(r"\[[^\[\]]+\]") if extractor is None else by_name(extractor)
-        self.success: Success = success or _whole
-        turns = self._begun(Chance(0), 0).state.max_turns
-        self.max_steps = max_steps or (2 * turns if turns else 100)
-
-    def describe(self) -> Any:
-        """What results depend on, with the version of textarena."""
-        return {
-            "type": describe_callable(type(self)),
-            "textarena": version("textarena"),
-            "env_id": self.env_id,
-            "options": storable(self.options),
-            "success": describe_callable(self.success),
-            "extractor": self.extractor.describe(),
-        }
-
-    def reset(self, *, task: int, seed: int) -> Turn:
-        """A new game of this seed; the task has no part in it."""
-        self._chance = Chance(seed)
-        self._game = self._begun(self._chance, seed)
-        return self._stands(Turn(task, 0, self._news()))
-
-    def messages(self, state: Turn) -> list[dict[str, Any]]:
-        """What the game has said since the last move."""
-        return [{"role": "user", "content": f"{state.note}{state.seen}"}]
-
-    def step(self, state: Turn, action: str) -> StepResult:
-        """Make the move that is found in the reply."""
-        game = self._current(state)
-        move = extract(action, self.extractor)
-        if move is None:
-            return self._unread(state, "No move was found in your reply: put it in square brackets.")
-        move = move if "[" in move else f"[{move}]"
-        with self._chance.lent():
-            over, _ = game.step(move)
-        told = game.state.game_info[0]
-        refused = bool(told["invalid_move"] or game.state.error_count)
-        turn = Turn(state.task, state.steps + 1, self._news(), over=bool(over))
-        info = {"action": move, **({"reason": told.get("reason"), "seen": turn.seen} if over else {})}
-        reward = game.state.rewards[0] if over and game.state.rewards else 0.0
-        if not isinstance(reward, int | float):  # some games give reason and reward in the wrong order
-            reward, info["reward_as_given"] = 0.0, reward
-        won = bool(over) and bool(self.success(float(reward)))
-        signals = [
-            Signal("format", 1.0, "format"),
-            Signal("valid", not refused, "process"),
-            Signal("reward", float(reward), "step"),
-            Signal("success", float(won)),
-        ]
-        return StepResult(state=self._stands(turn), signals=signals, terminated=bool(over), info=info)
-
-    def _news(self) -> str:
-        """What the game said, but for the player's own words, which some games give in another order."""
-        _, said = self._game.get_observation()
-        others = [one for one in said if "PLAYER_ACTION" not in (getattr(part, "name", "") for part in one)]
-        return "\n\n".join(text.strip() for _, text, _ in others)
-
-    def _begun(self, chance: Chance, seed: int) -> Any:
-        """A game at its beginning, without textarena's wrappers."""
-        arena = require("textarena", "a game of textarena", "eval")
-        known = arena.envs.registration.ENV_REGISTRY
-        if self.env_id not in known:
-            near = _close(self.env_id, (n for n in known if not n.endswith(("-raw", "-train"))))
-            raise ValueError(f"textarena has no game {self.env_id!r}: {near}")
-        try:
-            with chance.lent():
-                game = arena.make(self.env_id, **self.options)
-                while isinstance(game, arena.Wrapper):
-                    game = game.env
-                game.reset(num_players=1, seed=seed)
-        except Exception as error:  # whatever a game needs and has not: players, word lists, a jury's key
-            raise ValueError(f"textarena's {self.env_id} does not begin for one player: {error!r}") from error
-        if not isinstance(game.state, arena.SinglePlayerState):
-            raise ValueError(f"textarena's {self.env_id} is not for one player; choose one that is")
-        return game
-
-
-def _whole(reward: float) -> bool:
-    return reward >= 1.0

@@ -33,7 +33,9 @@ Progress = Callable[[int, int], None] | None
 class TrajectoryRunner:
     """Lets a model act in an environment.
 
-    `backend` is a backend, or a model participant, whose own settings then hold beside `sampling_params`.
+    `backend` is a backend, or a model participant, whose own settings then hold beside `sampling_params`; for
+    an environment of several players, one for each, as a list or by name. The players meet through the
+    environment alone: none sees another's words but in what the environment shows.
     `history` says what the model sees of earlier steps: `"full"`, `"last"` (only what is new), or the number
     of steps. `max_steps` caps the actions of a trajectory; the environment's own cap holds otherwise.
     """
@@ -58,23 +60,26 @@ class TrajectoryRunner:
             raise ValueError(f"max_steps is at least 1, got {self.max_steps}")
         if tools:
             participant["tools"] = tuple(tools)
-        self.model = self._participant(backend, system_prompt, sampling_params, participant)
+        self.models = [
+            self._participant(one, name, system_prompt, sampling_params, participant)
+            for name, one in _seats(environment, backend).items()
+        ]
         if context_policy is None:
             context_policy = _policy(history)
         elif history != "full":
             raise ValueError("give history or context_policy, not both")
         self.conversation = Conversation(
-            [self.model], moderator_name=WORLD, context_policy=context_policy
+            self.models, moderator_name=WORLD, context_policy=context_policy
         ).turns(self.max_steps)
         for problem in getattr(environment, "problems", list)():
             log.warning("%s: %s", environment.name, problem)
 
     def _participant(
-        self, backend: Any, system_prompt: str | None, given: Any, more: Mapping[str, Any]
+        self, backend: Any, name: str | None, system_prompt: str | None, given: Any, more: Mapping[str, Any]
     ) -> ModelParticipant:
         if not isinstance(backend, ModelParticipant):
-            return asking.participant(backend, self.params, NAME, system_prompt=system_prompt, **more)
-        changes: dict[str, Any] = dict(more)
+            return asking.participant(backend, self.params, name or NAME, system_prompt=system_prompt, **more)
+        changes: dict[str, Any] = dict(more) | ({"name": name} if name is not None else {})
         if given is not None:
             changes |= {**self.params.settings(), "max_new_tokens": self.params.max_tokens}
             changes |= {"stop": self.params.stop} if self.params.stop else {}
@@ -84,11 +89,21 @@ class TrajectoryRunner:
 
     # -- looking in
 
-    def hook(self, *what: Any, steps: Any = None) -> "TrajectoryRunner":
+    @property
+    def model(self) -> ModelParticipant:
+        """Who acts: the first player."""
+        return self.models[0]
+
+    def hook(self, *what: Any, steps: Any = None, player: str | None = None) -> "TrajectoryRunner":
         """A runner whose model is looked into, or changed inside, in these steps (a number, a slice; `None`
-        for all): `runner.hook(Capture("resid_post", layers=[12]), steps=slice(0, 3))`.
+        for all): `runner.hook(Capture("resid_post", layers=[12]), steps=slice(0, 3))`. Of several players
+        all, unless one is named.
         """
-        return self._with(self.conversation.hook(*what, speaker=self.model.name, turns=steps))
+        if player is not None:
+            self.conversation.participant(player)
+        elif len(self.models) == 1:
+            player = self.model.name
+        return self._with(self.conversation.hook(*what, speaker=player, turns=steps))
 
     def analyzer(self, *fns: Any, **named: Any) -> "TrajectoryRunner":
         """A runner that calls these on each finished trajectory, its model resident."""
@@ -243,9 +258,31 @@ def _policy(history: str | int) -> Any:
     raise ValueError(f'history is "full", "last" or a number of steps, at least 1; got {history!r}')
 
 
+def _seats(environment: Environment, backend: Any) -> dict[str | None, Any]:
+    """A backend for each player, by name; `None` where the name is the participant's own, or the usual."""
+    players = getattr(environment, "players", 1)
+    several = isinstance(backend, list | tuple | Mapping)
+    found = len(backend) if several else 1
+    if found != players:
+        raise ValueError(
+            f"{environment.name} has {players} player(s), and {found} backend(s) were given: a list, or a "
+            f"mapping from names, holds one for each"
+        )
+    if isinstance(backend, Mapping):
+        return dict(backend)
+    if not several:
+        return {None: backend}
+    names = [
+        one.name if isinstance(one, ModelParticipant) else f"player_{i}" for i, one in enumerate(backend)
+    ]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two players are called {names[0]!r}: give a mapping from names to models")
+    return dict(zip(names, backend, strict=True))
+
+
 def _bare(message: Message) -> Message:
     """An action without what came of it."""
-    return message.with_(metadata={k: v for k, v in message.metadata.items() if k != "step"})
+    return message.with_(metadata={k: v for k, v in message.metadata.items() if k not in ("step", "to")})
 
 
 def run_trials(
@@ -318,20 +355,20 @@ class SegmentedTrajectoryRunner(TrajectoryRunner):
         if options.get("tools"):
             raise ValueError("a turn in pieces runs no tools: take a TrajectoryRunner")
         super().__init__(environment, backend, sampling_params, system_prompt, **options)
-        self._refuse_unable()
-        held = {f.name: getattr(self.model, f.name) for f in fields(ModelParticipant)}
-        self.model = SegmentedParticipant(
-            **held,
-            continuation=continuation or BoundaryContinuation("sentence"),
-            callback=callback,
-            begin_with=begin_with,
-            max_segments=max_segments,
-        )
-        self.conversation = self.conversation.set(participants=[self.model])
+        pieces: dict[str, Any] = {
+            "continuation": continuation or BoundaryContinuation("sentence"),
+            "callback": callback,
+            "begin_with": begin_with,
+            "max_segments": max_segments,
+        }
+        for i, model in enumerate(self.models):
+            self._refuse_unable(model.backend)
+            held = {f.name: getattr(model, f.name) for f in fields(ModelParticipant)}
+            self.models[i] = SegmentedParticipant(**held, **pieces)
+        self.conversation = self.conversation.set(participants=self.models)
 
-    def _refuse_unable(self) -> None:
+    def _refuse_unable(self, backend: Any) -> None:
         """Refuse a backend that cannot go on with a reply; no weights are loaded to find out."""
-        backend = self.model.backend
         able = backend.is_local if isinstance(backend, BackendSpec) else backend.capabilities.prefill
         if not able:
             who = backend.model if isinstance(backend, BackendSpec) else backend.name

@@ -35,8 +35,10 @@ class Step:
         return self.message.content
 
 
-def noted(message: Message, result: StepResult, *, forced: bool = False) -> Message:
-    """The message of an action with what came of it."""
+def noted(message: Message, result: StepResult, *, forced: bool = False, alone: bool = False) -> Message:
+    """The message of an action with what came of it; `alone` if the environment alone hears it, and not the
+    other players.
+    """
     kept = {
         "signals": [[s.name, s.value, s.kind] for s in result.signals],
         "terminated": bool(result.terminated),
@@ -45,7 +47,8 @@ def noted(message: Message, result: StepResult, *, forced: bool = False) -> Mess
     }
     if forced:
         kept["forced"] = True
-    return message.with_(metadata={**message.metadata, STEP: kept})
+    heard: dict[str, Any] = {"to": []} if alone else {}
+    return message.with_(metadata={**message.metadata, **heard, STEP: kept})
 
 
 @dataclass(eq=False)

@@ -50,7 +50,7 @@ class Start:
 
 
 class Trials(Lineup):
-    """Tasks of one environment for one participant."""
+    """Tasks of one environment for those who act in it."""
 
     kind = "trajectory"
 
@@ -118,20 +118,20 @@ class Trials(Lineup):
         opened = (environment, live.task, live.seed, start)
         live.state, seen = yield Call(fn=_opened, args=opened, path="reset", replay="again")
         _show(conv, seen, first=True)
-        [model] = conv.recipe.participants
         if (until := conv.recipe.run_until) is not None:
             until.reset()
         for k in range(self.max_steps):
             if until is not None and (yield from program.stops(until, conv, f"turn/{k}")):
                 return "limit", type(until).__name__
-            message = yield from self._act(conv, model, k, start, stop.budgets_in(until))
+            message = yield from self._act(conv, seen.player, k, start, stop.budgets_in(until))
             if message is None:
                 return "limit", "denied"
             given = (environment, live.state, message.content)
             result, seen = yield Call(fn=_stepped, args=given, path=f"step/{k}", replay="again")
             live.state = result.state
+            forced, alone = k < len(start.said), len(conv.recipe.participants) > 1
             conv.transcript.replace(
-                len(conv.transcript) - 1, noted(message, result, forced=k < len(start.said))
+                len(conv.transcript) - 1, noted(message, result, forced=forced, alone=alone)
             )
             if result.terminated or result.truncated:
                 return ("done", "terminated") if result.terminated else ("limit", "truncated")
@@ -139,12 +139,14 @@ class Trials(Lineup):
         return "limit", "max_steps"
 
     def _act(
-        self, conv: Conversation, model: Participant, k: int, start: Start, budgets: Sequence[Any]
+        self, conv: Conversation, player: int, k: int, start: Start, budgets: Sequence[Any]
     ) -> Generator[Any, Any, Message | None]:
-        """The k-th action: the model's, or one that is replayed."""
+        """The k-th action: the model's whose turn it is, or one that is replayed."""
+        model = conv.recipe.participants[player]
         if k < len(start.said):
-            conv.commit(start.said[k])
-            return start.said[k]
+            said = start.said[k].with_(author=model.name)
+            conv.commit(said)
+            return said
         options = Options(logprobs=self.logprobs)
         return (yield from program.take(conv, model, f"turn/{k}", options, budgets))
 
@@ -176,7 +178,12 @@ class Trials(Lineup):
         return live
 
 
-Seen = Sequence[Mapping[str, Any]]
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What there is to see, and who sees it and acts next."""
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    player: int = 0
 
 
 def _key(row: Mapping[str, Any]) -> str:
@@ -185,7 +192,7 @@ def _key(row: Mapping[str, Any]) -> str:
 
 def _opened(environment: Environment, task: int, seed: int, start: Start) -> tuple[Any, Seen]:
     state = start.state if start.given else environment.reset(task=task, seed=seed)
-    return state, _checked(environment, environment.messages(state))
+    return state, _seen(environment, state)
 
 
 def _stepped(environment: Environment, state: Any, action: str) -> tuple[StepResult, Seen]:
@@ -193,11 +200,12 @@ def _stepped(environment: Environment, state: Any, action: str) -> tuple[StepRes
     if not isinstance(result, StepResult):
         raise TypeError(f"{environment.name}.step returns a StepResult, got {type(result).__name__}")
     over = result.terminated or result.truncated
-    return result, () if over else _checked(environment, environment.messages(result.state))
+    return result, Seen() if over else _seen(environment, result.state)
 
 
-def _checked(environment: Environment, seen: Any) -> Seen:
-    for said in seen:
+def _seen(environment: Environment, state: Any) -> Seen:
+    messages = list(environment.messages(state))
+    for said in messages:
         if not isinstance(said, Mapping) or not isinstance(said.get("content"), str):
             raise TypeError(
                 f'{environment.name}.messages gives messages like {{"role": "user", "content": "…"}}; '
@@ -208,22 +216,32 @@ def _checked(environment: Environment, seen: Any) -> Seen:
                 f"{environment.name} shows a message of the role {said['role']!r}: an environment says "
                 f"system and user messages; put examples of answers into their text"
             )
-    return list(seen)
+    players = getattr(environment, "players", 1)
+    player = environment.current_player(state) if players > 1 else 0
+    if not 0 <= player < players:
+        raise ValueError(f"{environment.name} has {players} players, from 0 on; it lets player {player} act")
+    return Seen(messages, player)
 
 
 def _show(conv: Conversation, seen: Seen, *, first: bool) -> None:
-    """Say what there is to see; a system text, which only the first state has, joins the system block."""
-    system = [said["content"] for said in seen if said.get("role") == "system"]
+    """Say what there is to see to the one who acts next; a system text, which only the first state has,
+    joins the system block.
+    """
+    system = [said["content"] for said in seen.messages if said.get("role") == "system"]
     if system and not first:
         raise ValueError("a system message can be shown in the first state only")
+    if system and len(conv.recipe.participants) > 1:
+        raise ValueError("a system message would be seen by all players: show each what it needs as user")
     if system:
         shared = "\n\n".join(
             [*([conv.recipe.shared_system_prompt] if conv.recipe.shared_system_prompt else []), *system]
         )
         conv.recipe = conv.recipe.changed(shared_system_prompt=shared)
-    for said in seen:
+    people = conv.recipe.participants
+    to = people[seen.player] if len(people) > 1 else None
+    for said in seen.messages:
         if said.get("role") != "system":
-            conv.say(WORLD, said["content"])
+            conv.say(WORLD, said["content"], to=to)
 
 
 def tasks_of(environment: Environment, task_indices: Any, num_tasks: int | None) -> list[int]:
@@ -255,7 +273,7 @@ def restorer(stored: list[dict[str, Any]], trust: bool) -> Callable[[Record], An
     def restore(record: Record) -> Any:
         kept = stored[record["lineup"]]
         if "$unsaved" in json.dumps(kept):  # a backend that was made by hand has no place in a file
-            recipe = Recipe(participants=(_absent(record),), moderator_name=WORLD, turns=1)
+            recipe = Recipe(participants=_absent(record), moderator_name=WORLD, turns=1)
         else:
             recipe = archive.recipe_from_dict(kept, trust)
         return Trials(Conversation.of(recipe), Environment(), (), max_steps=1).restore(record)
@@ -263,11 +281,11 @@ def restorer(stored: list[dict[str, Any]], trust: bool) -> Callable[[Record], An
     return restore
 
 
-def _absent(record: Record) -> Participant:
-    """Stands for a model that the run folder does not hold: its words can be read, and it says no more."""
-    said = (m["author"] for m in record["transcript"] if m["author"] != WORLD)
+def _absent(record: Record) -> tuple[Participant, ...]:
+    """Stand for models that the run folder does not hold: their words can be read, and they say no more."""
+    said = dict.fromkeys(m["author"] for m in record["transcript"] if m["author"] != WORLD)
 
     def silent(view: Any) -> str:
         raise ParticipantError("the model of this run is not in its folder: make the runner again to go on")
 
-    return FunctionParticipant(next(said, "model"), silent)
+    return tuple(FunctionParticipant(name, silent) for name in said or ("model",))

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from interlens.backends import ScriptedBackend
+from interlens.evaluation.arena import TextArena
 from interlens.evaluation.environment import StepResult
-from interlens.evaluation.games import Chance, Game, TextArena, TextGym, Turn
+from interlens.evaluation.games import Chance, Game, TextGym, Turn
 from interlens.evaluation.runner import TrajectoryRunner
 
 with_gym = pytest.mark.skipif(find_spec("gymnasium") is None, reason="gymnasium is not installed")
@@ -434,7 +435,7 @@ def test_a_reward_that_is_none_is_told():
     ("name", "said"),
     [
         ("TowerOfHanio-v0", "the nearest are TowerOfHanoi-v0"),
-        ("TicTacToe-v0", "does not begin for one player"),
+        ("Poker-v0", "does not begin for 1 player"),
         ("TwentyQuestions-v0", "OPENROUTER_API_KEY"),
     ],
 )
