@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from interlens.matched import matched_compute as matched_compute
     from interlens.message import Message as Message
     from interlens.models import ModelParticipant as ModelParticipant
+    from interlens.notebook.live import live as live
     from interlens.participants import FunctionParticipant as FunctionParticipant
     from interlens.participants import HumanParticipant as HumanParticipant
     from interlens.participants import Participant as Participant
@@ -85,6 +86,7 @@ _MODULES: dict[str, str] = {
     "matched": "Matched matched_compute",
     "message": "Message",
     "models": "ModelParticipant",
+    "notebook.live": "live",
     "participants": "FunctionParticipant HumanParticipant Participant ScriptedParticipant",
     "pretrained": "AutoModelParticipant",
     "process": "available_devices unload",

@@ -222,7 +222,8 @@ class Conversation(Viewing):
         """Take turns: `turns` more of them, or until a condition holds; return the transcript.
 
         The next speaker follows the last who spoke, unless `first` says otherwise. `prompt` is said by the
-        moderator before. `show=True` prints the words as they come.
+        moderator before. `show=True` shows the words as they come, which a notebook does unless it is told
+        not to. Where it is interrupted the transcript holds whole turns, and `draft` the words of the next.
         """
         self._ready()
         turns = turns if turns is not None else self.recipe.turns
@@ -231,15 +232,14 @@ class Conversation(Viewing):
             self.participant(first)
         if prompt is not None:
             self.say(self.recipe.moderator_name, prompt)
-        asking = program.run(self, turns, program.either(until, ambient_budget()), first)
-        if show or (show is None and in_notebook()):
-            from interlens.notebook.live import watching
-
-            with watching() as on_delta:
-                scheduler().ask(asking, on_delta=on_delta)
-        else:
-            scheduler().ask(asking)
+        show = True if show is None and in_notebook() else show
+        self._attend(program.run(self, turns, program.either(until, ambient_budget()), first), show)
         return self._transcript
+
+    def _attend(self, asking: Any, show: bool | None) -> Any:
+        from interlens.notebook.live import attend
+
+        return attend(self, asking, show)
 
     def step(
         self,
@@ -250,6 +250,7 @@ class Conversation(Viewing):
         patch: Edit | Sequence[Edit] | None = None,
         logprobs: bool | int = False,
         max_new_tokens: int | None = None,
+        show: bool | None = None,
         **settings: Any,
     ) -> Message | None:
         """One committed turn; `None` if a hook denied it. Sampling settings hold for this turn only."""
@@ -257,7 +258,8 @@ class Conversation(Viewing):
         given = {"capture": capture, "steer": steer, "patch": patch, "logprobs": logprobs}
         options = _options(given | {"max_new_tokens": max_new_tokens} | settings)
         asking = program.take(self, self.participant(speaker), "turn/0", options)
-        return scheduler().ask(asking)
+        message: Message | None = self._attend(asking, show)
+        return message
 
     def say(self, author: Any, text: str, *, to: Any = None) -> Message:
         """Commit words nobody generated; with `to` (a participant or several) only these see them."""

@@ -55,7 +55,7 @@ def readings(conv: Any, capture: Capture, readers: Sequence[Any] | None = None) 
         if len(found.activations) != 1:
             raise ValueError(f"readings takes one site and layer; the capture has {len(found.activations)}")
         [act] = found.activations
-        for index, author, at in _contents(view):
+        for index, author, at in contents(view):
             out.append(
                 Reading(
                     message=index, author=author, reader=who.name, positions=at, tensor=act.tensor[list(at)]
@@ -64,7 +64,7 @@ def readings(conv: Any, capture: Capture, readers: Sequence[Any] | None = None) 
     return out
 
 
-def _contents(view: View) -> list[tuple[int, str, tuple[int, ...]]]:
+def contents(view: View) -> list[tuple[int, str, tuple[int, ...]]]:
     """The content of every message of a view: index, author, positions."""
     found: dict[int, tuple[str, list[int]]] = {}
     for start, end, segment in view.spans():

@@ -42,6 +42,8 @@ class Dialogue:
         self.row: dict[str, Any] = {}
         """The row of data that a job of a rollout was made from; empty without data."""
         self.analysis: Any = None
+        self.draft: Message | None = None
+        """The words of a turn that was broken off; not part of the transcript."""
         self.batched = recipe.execution_mode == "throughput"
         self._origin: str | None = None
         self._seeded = False
@@ -113,7 +115,7 @@ class Dialogue:
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy._transcript = self._transcript.copy()
-        copy._denied = [dict(d) for d in self._denied]
+        copy._denied, copy.draft = [dict(d) for d in self._denied], None
         copy._draws, copy.memory, copy.taps, copy.row = (
             dict(self._draws),
             dict(self.memory),

@@ -5,7 +5,7 @@ live, a saved, an untrusted and an exported notebook.
 """
 
 import html as _escape
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class Html(str):
@@ -65,6 +65,79 @@ def said(author: str, content: str, place: int = 0, note: str = "") -> Html:
     small = tag("span", f" {note}", style="opacity:.6;font-size:85%") if note else Html("")
     words = tag("div", content, style="white-space:pre-wrap;overflow-wrap:anywhere")
     return tag("div", tag("div", tag("b", author), small), words, style=border)
+
+
+def clipped(content: str, most: int = 200_000) -> str:
+    """A long text without its middle."""
+    if len(content) <= most:
+        return content
+    half = most // 2
+    return f"{content[:half]}\n… {len(content) - 2 * half:,} characters hidden …\n{content[-half:]}"
+
+
+def listing(n: int, block: Callable[[int], Html], *, shown: int = 20, limit: int = 800_000) -> Html:
+    """Blocks 0 to n - 1, of which the last `shown` are open and earlier ones folded. What would make it
+    larger than `limit` characters is left out, and it says so; `save_html` leaves nothing out.
+    """
+    recent: list[Html] = []
+    older: list[Html] = []
+    room = limit
+    for i in reversed(range(n)):
+        made = block(i)
+        room -= len(made)
+        if room < 0 and recent:
+            break
+        (recent if len(recent) < shown else older).append(made)
+    hidden = n - len(recent) - len(older)
+    parts = []
+    if hidden:
+        parts.append(block(0))
+        parts.append(tag("p", f"… {hidden - 1} messages hidden; save_html(path) writes all of them"))
+    if older:
+        parts.append(fold(f"{len(older)} earlier messages", *reversed(older)))
+    return tag("div", *parts, *reversed(recent))
+
+
+LEVELS = 8
+"""Steps of colour on each side of the middle."""
+_BLUE, _ORANGE = "37,99,235", "220,80,30"
+
+
+def level(value: float | None) -> int | None:
+    """A value from -1 to 1 (others are cut off) as a step of colour; `None` for none, and for what is no
+    number.
+    """
+    if value is None or value != value:
+        return None
+    return round(max(-1.0, min(1.0, value)) * LEVELS)
+
+
+def shaded(pieces: Iterable[tuple[str, int | None, str | None]]) -> Html:
+    """Words on blue (levels above 0) and orange (below), each with its title; equal neighbours are one."""
+    out: list[Html] = []
+    held: list[str] = []
+    last: tuple[int | None, str | None] = (None, None)
+
+    def flush() -> None:
+        if held:
+            content = text("".join(held))
+            out.append(content if last == (None, None) else _shade(content, *last))
+            held.clear()
+
+    for words, step, title in pieces:
+        if (step, title) != last:
+            flush()
+            last = (step, title)
+        held.append(words)
+    flush()
+    return join(out)
+
+
+def _shade(content: Html, step: int | None, title: str | None) -> Html:
+    style = None
+    if step:
+        style = f"background:rgba({_BLUE if step > 0 else _ORANGE},{0.55 * abs(step) / LEVELS:.2f})"
+    return tag("span", content, style=style, title=title)
 
 
 def page(title: str, *children: object) -> str:

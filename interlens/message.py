@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from interlens import html
+
 VOLATILE = frozenset({"reused_tokens", "shared_prefill", "seconds"})
 """Metadata that tells how a message was made, not what it is; left out of any comparison."""
 
@@ -100,6 +102,24 @@ class Message:
     def __repr__(self) -> str:
         shown = self.content if len(self.content) <= 60 else self.content[:57] + "…"
         return f"Message({self.author!r}, {shown!r})"
+
+    def _repr_html_(self) -> str:
+        return html.said(self.author, html.clipped(self.content), note=self.note)
+
+    @property
+    def note(self) -> str:
+        """A line about it: turn, tokens, how it ended, who sees it."""
+        meta = self.metadata
+        parts = [f"turn {meta['turn']}"] if "turn" in meta else []
+        if "to" in meta:
+            parts.append(f"seen by {', '.join(meta['to']) or 'nobody else'}")
+        if meta.get("n_tokens"):
+            parts.append(f"{meta['n_tokens']} tokens")
+        if meta.get("finish") not in (None, "eos"):
+            parts.append(str(meta["finish"]))
+        if meta.get("edited"):
+            parts.append("edited")
+        return "· " + " · ".join(parts) if parts else ""
 
     def with_(self, **changes: Any) -> "Message":
         """The same message with some fields changed."""

@@ -1,6 +1,6 @@
 """The list of messages: index, slice, append, print, a table, and JSON in and out."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, overload
 
 from interlens import html
@@ -131,27 +131,29 @@ class Transcript:
         return transcript
 
     def _repr_html_(self) -> str:
-        hidden = max(0, len(self) - 20)
-        return html.tag(
-            "div", f"… {hidden} earlier messages" if hidden else "", *self.html_messages()[hidden:]
-        )
+        return self.picture()
+
+    def picture(self, limit: int = 800_000) -> html.Html:
+        """The transcript as HTML of at most about `limit` characters, the last messages open."""
+        return html.listing(len(self), self._blocks(lambda s: html.clipped(s, limit // 4)), limit=limit)
 
     def html_messages(self) -> list[html.Html]:
-        """One block per message, each author with a colour of their own."""
-        places = {author: i for i, author in enumerate(dict.fromkeys(m.author for m in self._messages))}
-        return [html.said(m.author, m.content, places[m.author], _note(m)) for m in self._messages]
+        """One block per message, each author with a colour of their own; nothing is left out."""
+        return [self._blocks(str)(i) for i in range(len(self))]
 
+    def _blocks(self, shown: Callable[[str], str]) -> Callable[[int], html.Html]:
+        """Makes the block of a message, by its index."""
+        places = self.places()
 
-def _note(message: Message) -> str:
-    meta = message.metadata
-    parts = [f"turn {meta['turn']}"] if "turn" in meta else []
-    if "to" in meta:
-        parts.append(f"seen by {', '.join(meta['to']) or 'nobody else'}")
-    if meta.get("n_tokens"):
-        parts.append(f"{meta['n_tokens']} tokens")
-    if meta.get("finish") not in (None, "eos"):
-        parts.append(str(meta["finish"]))
-    return "· " + " · ".join(parts) if parts else ""
+        def block(i: int) -> html.Html:
+            m = self._messages[i]
+            return html.said(m.author, shown(m.content), places[m.author], m.note)
+
+        return block
+
+    def places(self) -> dict[str, int]:
+        """Authors in the order in which they first spoke, numbered: which colour is whose."""
+        return {author: i for i, author in enumerate(dict.fromkeys(m.author for m in self._messages))}
 
 
 def _encode(message: Message, messages: list[Message], places: dict[int, int]) -> dict[str, Any]:

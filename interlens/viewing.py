@@ -101,7 +101,23 @@ class Viewing(Dialogue):
 
     def _repr_html_(self) -> str:
         head = html.tag("p", html.tag("b", repr(self)))
-        return html.tag("div", head, html.Html(self._transcript._repr_html_()))
+        parts = [head, self._transcript.picture()]
+        if self.draft is not None:
+            words = html.said(self.draft.author, html.clipped(self.draft.content), note="· draft, broken off")
+            parts.append(html.tag("div", words, style="opacity:.6"))
+        return html.tag("div", *parts)
+
+    def tint(self, values: Any, *, reader: Any = None, along: Any = None, name: str | None = None) -> Any:
+        """The transcript with its tokens coloured by a number each, as a static picture with a `frame()`.
+
+        `values` is `"logprob"` (kept by `logprobs=True`); a `Direction` or a `Probe` with a layer, read in
+        one pass over the transcript by each message's author, or by `reader`; `Activations` of one site and
+        layer that turns captured, projected by `reduce=` or `along` a direction; a mapping from message index
+        to a number for each of its tokens; or a number for each position of the `reader`'s view.
+        """
+        from interlens.notebook.tint import tint
+
+        return tint(self, values, reader=reader, along=along, name=name)
 
     def show(self) -> None:
         """Show the conversation so far: as HTML in a notebook, as text in a terminal."""

@@ -188,9 +188,14 @@ def test_it_can_be_shown():
     assert said.pretty().startswith("<b>: <script>0</script>\n\n<b>: ")
     shown = said._repr_html_()
     assert "<script>" not in shown
-    assert "10 earlier messages" in shown
-    assert "&lt;script&gt;29" in shown
-    assert "&lt;script&gt;9&lt;" not in shown
+    folded, _, seen = shown.partition("</details>")
+    assert "10 earlier messages" in folded
+    assert "&lt;script&gt;9&lt;" in folded
+    assert "&lt;script&gt;10&lt;" in seen
+    assert "&lt;script&gt;29" in seen
+    long = Transcript([Message("a", "word " * 2000)] * 400)._repr_html_()
+    assert len(long) < 1_000_000
+    assert "messages hidden; save_html(path) writes all of them" in long
 
 
 def test_a_long_conversation_is_written_in_small():

@@ -123,12 +123,17 @@ class View:
 
     def _repr_html_(self) -> str:
         if self.segments is None:
-            return html.table(([m["role"], m["content"]] for m in self.messages), ["role", "content"])
-        rows = (
-            [f"{a}-{b - 1}", s.role, s.part, s.speaker or "", "" if s.turn is None else s.turn, s.text]
-            for a, b, s in self.spans()
-        )
-        return html.table(rows, ["positions", "role", "part", "speaker", "turn", "text"])
+            table = html.table(([m["role"], m["content"]] for m in self.messages), ["role", "content"])
+            return html.tag("div", html.tag("b", repr(self)), table)
+        spans = self.spans()
+        rows = [
+            [f"{a}-{b - 1}", s.role, s.part, s.speaker or "", "" if s.turn is None else s.turn, s.text[:9000]]
+            for a, b, s in (spans if len(spans) <= 200 else [*spans[:20], *spans[-180:]])
+        ]
+        if len(spans) > 200:
+            rows.insert(20, ["…", "", "", "", "", f"{len(spans) - 200} segments hidden; spans() gives all"])
+        table = html.table(rows, ["positions", "role", "part", "speaker", "turn", "text"])
+        return html.tag("div", html.tag("b", repr(self)), table)
 
 
 def compose(

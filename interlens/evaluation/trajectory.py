@@ -126,7 +126,7 @@ class Trajectory:
             "div",
             html.tag("b", repr(self)),
             html.table(rows, ["step", "action", "signals"]),
-            html.fold("transcript", html.Html(self.transcript._repr_html_())),
+            html.fold("transcript", self.transcript.picture()),
         )
 
 

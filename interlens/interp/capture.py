@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from interlens import html
 from interlens.chat.spans import SpanLike, as_span
 from interlens.errors import nearest
 from interlens.interp import stored
@@ -223,8 +224,13 @@ class Activations:
         return f"Activations({len(self)} tensors: {', '.join(sites[:4])}{'…' if len(sites) > 4 else ''})"
 
     def _repr_html_(self) -> str:
-        frame = self.frame()
-        return str(frame.to_html(index=False, max_rows=20, border=0))
+        shown = [
+            [a.participant, a.turn, f"{a.site}.{a.layer}", " × ".join(map(str, a.tensor.shape)), a.span or ""]
+            for a in self.items[:20]
+        ]
+        table = html.table(shown, ["participant", "turn", "site", "positions × d", "span"])
+        more = html.tag("p", f"… {len(self) - 20} more") if len(self) > 20 else ""
+        return html.tag("div", html.tag("b", repr(self)), table, more)
 
 
 _ADDRESS = [f.name for f in fields(Activation) if f.name not in ("tensor", "source")]

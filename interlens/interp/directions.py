@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from interlens import html
 from interlens.errors import StoreError
 from interlens.interp import stored
 from interlens.interp.capture import Activations, Capture, vector_of
@@ -130,6 +131,10 @@ class Direction:
         if not -n <= layer < n:
             raise StoreError(f"{path} is of a model of {n} layers (0-{n - 1}); layer {layer} was asked for")
         return cls(rows[layer % n + 1], "resid_post", layer % n, "persona")
+
+    def _repr_html_(self) -> str:
+        facts = [["method", self.method], *self.facts.items()]
+        return html.tag("div", html.tag("b", repr(self)), html.table(facts, ["", ""]))
 
     def __repr__(self) -> str:
         where = self.site if self.layer is None else f"{self.site}.{self.layer}"

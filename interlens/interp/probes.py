@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from interlens import html
 from interlens.interp import stored
 from interlens.request import digest_of
 
@@ -107,6 +108,11 @@ class Probe:
         tensors, rest = stored.read(path, "probe")
         mean, scale, coef, bias = (tensors[name] for name in _TENSORS)
         return cls(mean, scale, coef, bias, tuple(rest.pop("classes")), **rest)
+
+    def _repr_html_(self) -> str:
+        classes = " / ".join(map(str, self.classes))
+        facts: list[Any] = [["classes", classes], ["width", self.coef.shape[-1]], *self.facts.items()]
+        return html.tag("div", html.tag("b", repr(self)), html.table(facts, ["", ""]))
 
     def __repr__(self) -> str:
         where = self.site if self.layer is None else f"{self.site}.{self.layer}"

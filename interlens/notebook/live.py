@@ -2,74 +2,212 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from interlens import html
+from interlens.hosted import APIParticipant
+from interlens.message import Message
 from interlens.runner.progress import in_notebook
+from interlens.runner.scheduler import scheduler
 
 EVERY = 0.1
 """Seconds between updates of a cell's output."""
+GROWTH = 200
+"""A text is shown again when it has grown by one part in so many, so that all updates of a turn together are
+about so many times its length.
+"""
+_LIVE: ContextVar[bool] = ContextVar("interlens_live", default=False)
 
 
 @contextmanager
-def watching() -> Iterator[Callable[[str, str], None]]:
-    """Give a function of (speaker, text) that shows words as they come."""
-    view = _Cell() if in_notebook() else _Terminal()
+def live() -> Iterator[None]:
+    """Inside this, `run` and `step` show their words as they come, wherever they run."""
+    before = _LIVE.set(True)
     try:
-        yield view.tell
+        yield
+    finally:
+        _LIVE.reset(before)
+
+
+def attend(conv: Any, asking: Any, show: bool | None) -> Any:
+    """Run a program of a conversation; show it as it comes, if wanted. Where it is broken off within a turn,
+    `conv.draft` holds the words so far.
+    """
+    wanted = _LIVE.get() if show is None else show
+    view: _View = (_Cell(conv) if in_notebook() else _Terminal(conv)) if wanted else _View(conv)
+    conv.draft = None
+    listens = wanted or not any(isinstance(p, APIParticipant) for p in conv.recipe.participants)
+    try:
+        return scheduler().ask(asking, on_delta=view.tell if listens else None)
+    except BaseException:
+        conv.draft = view.draft()
+        raise
     finally:
         view.close()
 
 
-class _Terminal:
-    """Writes to standard output; a new speaker begins a new paragraph."""
+class _View:
+    """Knows whose words are coming, and of which turn. A turn is over when words of another come: they may be
+    told long after the turn was committed.
+    """
 
-    def __init__(self) -> None:
-        self.speaker = ""
+    def __init__(self, conv: Any) -> None:
+        self.conv = conv
+        self.turn: tuple[str, str] = ("", "")
+        self.text = ""
+        self.seen = len(conv.transcript)
+        """Messages that are shown, or were there before."""
+        self.denied = len(conv.denied)
 
-    def tell(self, speaker: str, text: str) -> None:
-        if speaker != self.speaker:
-            sys.stdout.write(("\n\n" if self.speaker else "") + f"{speaker}: ")
-            self.speaker = speaker
+    @property
+    def speaker(self) -> str:
+        """Whose words are coming."""
+        return self.turn[0]
+
+    def tell(self, speaker: str, path: str, text: str) -> None:
+        """Take words; what a context policy asks is nobody's turn."""
+        if "/summary/" in path:
+            return
+        turn = speaker, "/".join(path.split("/")[:2])
+        if turn != self.turn:
+            self.settle()
+            self.turn, self.text = turn, ""
+        self.text += text
+        self.show()
+
+    def settle(self) -> None:
+        """The turn whose words came is over: show what became of it, and what was said before it by those
+        whose words do not come in pieces.
+        """
+        if not self.text:
+            return
+        denied = self.conv.denied[self.denied :]
+        if any(d["after"] == self.seen and d["author"] == self.speaker for d in denied[:1]):
+            self.denied += 1
+        else:
+            coming = self.conv.transcript[self.seen :]
+            own = next((i for i, m in enumerate(coming) if m.author == self.speaker), None)
+            if own is None:
+                return
+            self._commit(own + 1)
+        self.text = ""
+
+    def _commit(self, n: int) -> None:
+        for message in self.conv.transcript[self.seen : self.seen + n]:
+            if message.author != self.speaker:
+                self.aside(message)
+            else:
+                self.final(message)
+        self.seen += n
+
+    def draft(self) -> Message | None:
+        """What was said of a turn that did not come to its end."""
+        self.settle()
+        return Message(self.speaker, self.text, metadata={"draft": True}) if self.text else None
+
+    def close(self) -> None:
+        """Show what is left."""
+        self.settle()
+        for message in self.conv.transcript[self.seen :]:
+            self.aside(message)
+        self.seen = len(self.conv.transcript)
+
+    def show(self) -> None:
+        """Show the words so far."""
+
+    def final(self, message: Message) -> None:
+        """Show a whole turn in place of its words so far."""
+
+    def aside(self, message: Message) -> None:
+        """Show a message none of whose words came."""
+
+
+class _Terminal(_View):
+    """Writes to standard output; a new turn begins a new paragraph."""
+
+    shown, any = 0, False
+
+    def show(self) -> None:
+        if not self.shown:
+            self._write(("\n\n" if self.any else "") + f"{self.speaker}: ")
+        self._write(self.text[self.shown :])
+        self.shown, self.any = len(self.text), True
+
+    def settle(self) -> None:
+        super().settle()
+        if not self.text:
+            self.shown = 0
+
+    def aside(self, message: Message) -> None:
+        self._write(("\n\n" if self.any else "") + f"{message.author}: {message.content}")
+        self.any = True
+
+    def close(self) -> None:
+        super().close()
+        if self.any:
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    def close(self) -> None:
-        if self.speaker:
-            sys.stdout.write("\n")
 
+class _Cell(_View):
+    """One display handle a turn, updated at most ten times a second; its last state is the static picture."""
 
-class _Cell:
-    """One display handle per turn, updated at most ten times a second."""
-
-    def __init__(self) -> None:
-        self.speaker, self.text, self.last = "", "", 0.0
+    def __init__(self, conv: Any) -> None:
+        super().__init__(conv)
+        self.places = conv.transcript.places()
+        self.last, self.shown = 0.0, 0
         self.handle: Any = None
 
-    def tell(self, speaker: str, text: str) -> None:
-        if speaker != self.speaker:
-            self.close()
-            self.speaker, self.text, self.handle = speaker, "", None
-        self.text += text
-        if time.monotonic() - self.last >= EVERY:
-            self._show()
+    def show(self) -> None:
+        grown = len(self.text) - self.shown
+        if time.monotonic() - self.last < EVERY or grown * GROWTH < len(self.text):
+            return
+        self.last, self.shown = time.monotonic(), len(self.text)
+        self._put(html.said(self.speaker, self.text, self._place(self.speaker), "· speaking"))
 
-    def _show(self) -> None:
+    def settle(self) -> None:
+        text = self.text
+        super().settle()
+        if text and not self.text and self.handle is not None:  # denied
+            self._put(html.said(self.speaker, text, self._place(self.speaker), "· denied"))
+            self.handle = None
+
+    def final(self, message: Message) -> None:
+        self._put(self._picture(message))
+        self.handle, self.shown, self.last = None, 0, 0.0
+
+    def aside(self, message: Message) -> None:
+        before, self.handle = self.handle, None
+        self._put(self._picture(message))
+        self.handle = before
+
+    def close(self) -> None:
+        super().close()
+        if self.text:
+            note = "· broken off; not part of the transcript"
+            self._put(html.said(self.speaker, self.text, self._place(self.speaker), note))
+
+    def _picture(self, message: Message) -> html.Html:
+        place = self._place(message.author)
+        return html.said(message.author, html.clipped(message.content), place, message.note)
+
+    def _place(self, author: str) -> int:
+        return int(self.places.setdefault(author, len(self.places)))
+
+    def _put(self, markup: html.Html) -> None:
         from IPython import display
 
-        self.last = time.monotonic()
-        markup = html.said(self.speaker, self.text)
         content = display.HTML(markup)  # type: ignore[no-untyped-call]
         if self.handle is None:
             self.handle = display.display(content, display_id=True)  # type: ignore[no-untyped-call]
         else:
             self.handle.update(content)
-
-    def close(self) -> None:
-        if self.speaker:
-            self._show()
 
 
 def show(conv: Any) -> None:

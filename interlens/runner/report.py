@@ -252,13 +252,15 @@ class RunReport:
         return f"RunReport({len(self)} jobs: {', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        shown = list(itertools.islice(self.results.values(), 20))
+        failed = self.failed[:10]
+        others = (job for job in self.results if job not in failed)
+        shown = [self.results[job] for job in [*failed, *itertools.islice(others, 20 - len(failed))]]
         rows = (
             [
                 r.id,
-                r.outcome,
+                _ended(r),
                 r.tokens_generated,
-                html.fold(_summary(r), html.Html(r.transcript._repr_html_())),
+                html.fold(_summary(r), r.transcript.picture(30_000)),
             ]
             for r in shown
         )
@@ -283,6 +285,13 @@ class RunReport:
         page = html.page(repr(self), html.tag("h1", repr(self)), *blocks)
         target.write_text(page, encoding="utf-8", errors="replace")
         return target
+
+
+def _ended(result: RunResult) -> str:
+    """The outcome; of a failure also what it was."""
+    if result.error is None:
+        return result.outcome
+    return f"{result.outcome}: {result.error.splitlines()[0][:200]}"
 
 
 def _summary(result: RunResult) -> str:

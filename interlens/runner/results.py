@@ -163,7 +163,7 @@ class RunResult:
         return f"RunResult({self.id}: {self.outcome}, {n} messages, {self.tokens_generated} tokens)"
 
     def _repr_html_(self) -> str:
-        return html.tag("div", html.tag("b", repr(self)), html.Html(self.transcript._repr_html_()))
+        return html.tag("div", html.tag("b", repr(self)), self.transcript.picture())
 
 
 class LiveResults(dict[str, RunResult]):

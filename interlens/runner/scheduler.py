@@ -151,16 +151,16 @@ class Scheduler:
         nest = INSIDE.get()
         return Log() if nest is None else ScopedLog(nest.task.log, f"{nest.path}/{next(nest.count)}")
 
-    def ask(self, program: Program[T], *, on_delta: Callable[[str, str], None] | None = None) -> T:
+    def ask(self, program: Program[T], *, on_delta: Callable[[str, str, str], None] | None = None) -> T:
         """Run one program to its end and return what it returns; nested asks are logged with the call they
-        are in.
+        are in. `on_delta` is told a speaker, the path of what was asked, and text.
         """
         task = Task("ask", program, self._log())
         run = self.start([task], inline=True, stream=on_delta is not None)
         with contextlib.closing(run.events()) as events:
             for event in events:
                 if event.kind == "delta" and on_delta is not None:
-                    on_delta(event.task, event.value)
+                    on_delta(event.task, event.path, event.value)
                 elif event.kind == "failed":
                     assert event.error is not None
                     raise event.error
@@ -326,7 +326,8 @@ class Scheduler:
         if run.stream and isinstance(request, Generate):
 
             def told(text: str) -> None:
-                run.tell(Event("delta", getattr(request.prompt, "pov", task.id), text))
+                pov = getattr(request.prompt, "pov", task.id)
+                run.tell(Event("delta", pov, text, path=request.path))
 
         extra: dict[str, Any] = {"priority": task.number} if getattr(backend, "local", False) else {}
         if getattr(backend, "patient", False):

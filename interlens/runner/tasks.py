@@ -42,6 +42,8 @@ class Event:
     task: str = ""
     value: Any = None
     error: BaseException | None = None
+    path: str = ""
+    """Of text: the path of the request that it answers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +93,7 @@ class Run:
         self.context = contextvars.copy_context()
         self.nest = INSIDE.get()
         self._told: queue.SimpleQueue[Event | Callable[[], None]] = queue.SimpleQueue()
-        self._text: dict[str, list[str]] = {}
+        self._text: dict[tuple[str, str], list[str]] = {}
         """Text that waits to be read, by task: one event is queued for all of it."""
         self._text_lock = threading.Lock()
 
@@ -106,12 +108,12 @@ class Run:
         """Hand something to the waiting thread; text that nobody has read yet is joined."""
         if isinstance(item, Event) and item.kind == "delta":
             with self._text_lock:
-                if (waiting := self._text.get(item.task)) is not None:
+                if (waiting := self._text.get((item.task, item.path))) is not None:
                     waiting.append(item.value)
                     if len(waiting) > 1024:
                         waiting[:] = ["".join(waiting)]
                     return
-                self._text[item.task] = [item.value]
+                self._text[item.task, item.path] = [item.value]
         self._told.put(item)
 
     # -- the caller's side
@@ -137,7 +139,7 @@ class Run:
                     raise item.error
                 if item.kind == "delta":
                     with self._text_lock:
-                        item = replace(item, value="".join(self._text.pop(item.task)))
+                        item = replace(item, value="".join(self._text.pop((item.task, item.path))))
                 if not ended:
                     yield item
         finally:

@@ -370,7 +370,7 @@ def test_a_reader_that_fails_cancels_the_run(sched: Scheduler) -> None:
     backend = Watched(latency=60.0)
     backend.script = lambda r: r.path
 
-    def on_delta(speaker: str, text: str) -> None:
+    def on_delta(speaker: str, path: str, text: str) -> None:
         raise OSError("the terminal is gone")
 
     with pytest.raises(OSError, match="terminal") as kept:

@@ -1,0 +1,301 @@
+"""Tokens coloured by a number each: log-probabilities, projections, probes, or whatever was computed."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from interlens import crossing, html
+from interlens.chat.view import View
+from interlens.engine.text import Text
+from interlens.interp.capture import Activations, Capture, vector_of
+from interlens.interp.directions import Direction
+from interlens.interp.probes import Probe
+from interlens.message import sound
+from interlens.models import ModelParticipant
+
+if TYPE_CHECKING:
+    import pandas
+
+EXACT = 4000
+"""Up to so many tokens each one tells its own value; beyond that, neighbours of one colour are one."""
+MOST = 10_000
+"""A message of more tokens is shown without its middle, but in a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shades:
+    """The words of one message with a number for each token."""
+
+    message: int
+    author: str
+    tokens: tuple[str, ...]
+    """The text that each token makes whole; empty where a character needs the next token too."""
+    values: tuple[float | None, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Tinted:
+    """A transcript whose tokens have numbers. Blue is above the `centre`, orange below it."""
+
+    shades: tuple[Shades, ...]
+    name: str
+    """What the numbers are."""
+    centre: float = 0.0
+
+    @cached_property
+    def top(self) -> float:
+        """The distance from the centre that has the strongest colour: 98 of 100 tokens are within it."""
+        found = sorted(
+            abs(v - self.centre) for s in self.shades for v in s.values if v is not None and math.isfinite(v)
+        )
+        return found[min(len(found) - 1, int(0.98 * len(found)))] or 1.0 if found else 1.0
+
+    def frame(self) -> "pandas.DataFrame":
+        """One row per token: message, author, token (its number within the message), text, value."""
+        import pandas
+
+        rows = [
+            (s.message, s.author, i, sound(text), value)
+            for s in self.shades
+            for i, (text, value) in enumerate(zip(s.tokens, s.values, strict=True))
+        ]
+        frame = pandas.DataFrame(rows, columns=["message", "author", "token", "text", "value"])
+        return frame.astype({"message": "int64", "token": "int64", "value": "float64"})
+
+    def __repr__(self) -> str:
+        n = sum(len(s.tokens) for s in self.shades)
+        return f"Tinted({len(self.shades)} messages, {n} tokens by {self.name})"
+
+    def _repr_html_(self) -> str:
+        return html.tag("div", self._legend(), html.listing(len(self.shades), self._blocks(MOST)))
+
+    def save_html(self, path: str | Path) -> Path:
+        """Write one self-contained file; nothing is left out."""
+        block = self._blocks()
+        blocks = [block(i) for i in range(len(self.shades))]
+        page = html.page(repr(self), html.tag("h1", repr(self)), self._legend(), *blocks)
+        Path(path).write_text(sound(page), encoding="utf-8")
+        return Path(path)
+
+    def _legend(self) -> html.Html:
+        low, high = self.centre - self.top, self.centre + self.top
+        ends = [(f" {low:.3g} ", -html.LEVELS, None), (f" {self.centre:g} ", 0, None)]
+        scale = html.shaded([*ends, (f" {high:.3g} ", html.LEVELS, None)])
+        return html.tag("p", html.tag("b", self.name), " ", scale)
+
+    def _blocks(self, most: int | None = None) -> Any:
+        places = {author: i for i, author in enumerate(dict.fromkeys(s.author for s in self.shades))}
+        exact = sum(len(s.tokens) for s in self.shades) <= EXACT
+        top = self.top
+
+        def block(i: int) -> html.Html:
+            s = self.shades[i]
+            told = _whole(s.tokens, s.values)
+            if most is not None and len(told) > most:
+                gap = f"\n… {len(told) - most:,} tokens hidden …\n"
+                told = [*told[: most // 2], (gap, []), *told[-most // 2 :]]
+            words = html.shaded(self._piece(text, vs, top, exact) for text, vs in told)
+            return html.said(s.author, words, places[s.author], s.note)
+
+        return block
+
+    def _piece(
+        self, text: str, values: Sequence[float | None], top: float, exact: bool
+    ) -> tuple[str, int | None, str | None]:
+        """A text, its colour, and what it says when it is pointed at."""
+        known = [v for v in values if v is not None and math.isfinite(v)]
+        if not known:
+            return text, None, None
+        step = html.level((sum(known) / len(known) - self.centre) / top)
+        if not exact:
+            assert step is not None
+            return text, step, f"{self.centre + top * step / html.LEVELS:.2g}"
+        return text, step, ", ".join(f"{v:.4g}" for v in known)
+
+
+def _whole(tokens: Sequence[str], values: Sequence[float | None]) -> list[tuple[str, list[float | None]]]:
+    """Texts with the values of the tokens that made each."""
+    out: list[tuple[str, list[float | None]]] = []
+    held: list[float | None] = []
+    for text, value in zip(tokens, values, strict=True):
+        held.append(value)
+        if text:
+            out.append((text, held))
+            held = []
+    if held and out:
+        out[-1][1].extend(held)
+    return out
+
+
+def pieces(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
+    """The text that each token makes whole."""
+    text = Text(tokenizer)
+    out = [text.add(i) for i in ids]
+    before = len(text.text)
+    text.close()
+    if out:
+        out[-1] += text.text[before:]
+    return tuple(out)
+
+
+def tint(conv: Any, values: Any, *, reader: Any = None, along: Any = None, name: str | None = None) -> Tinted:
+    """Colour the transcript's tokens; see `Conversation.tint`."""
+    if along is not None and not isinstance(values, Activations):
+        raise TypeError("along= is for activations; a direction or a probe is given by itself")
+    centre = 0.0
+    if isinstance(values, str):
+        found, told = _logprobs(conv, values), "logprob"
+    elif isinstance(values, Activations):
+        found, told = _captured(conv, values, along), "projection"
+    elif isinstance(values, Direction):
+        found, told = _read(conv, values, reader), f"projection at {values.site}.{values.layer}"
+    elif isinstance(values, Probe):
+        found, told = _read(conv, values, reader), f"P({values.classes[-1]}) at {values.site}.{values.layer}"
+        centre = 0.5
+    elif isinstance(values, Mapping):
+        found, told = _given(conv, values, reader), "value"
+    else:
+        found, told = _over_view(conv, values, reader), "value"
+    shades = tuple(found.get(i) or _plain(i, m) for i, m in enumerate(conv.transcript))
+    return Tinted(shades, name or told, centre)
+
+
+def _plain(i: int, m: Any) -> Shades:
+    """A message without numbers."""
+    return Shades(message=i, author=m.author, tokens=(m.content,), values=(None,), note=m.note)
+
+
+def _logprobs(conv: Any, what: str) -> dict[int, Shades]:
+    if what != "logprob":
+        raise ValueError(f'tint takes "logprob", a direction, a probe, activations or numbers; got {what!r}')
+    found = {}
+    for i, m in enumerate(conv.transcript):
+        kept, place = m.metadata.get("logprobs"), m.metadata.get("content_ids")
+        if kept is not None and place is not None:
+            found[i] = _generated(conv, i, kept[place[0] : place[1]])
+    if not found:
+        raise LookupError(
+            "no message has log-probabilities: they are kept where they are asked for, as in "
+            "conv.step(speaker, logprobs=True)"
+        )
+    return found
+
+
+def _generated(conv: Any, i: int, values: Sequence[float | None]) -> Shades:
+    """A message's own sampled tokens, those that spell its content, with numbers."""
+    m = conv.transcript[i]
+    begin, end = m.metadata["content_ids"]
+    words = pieces(conv.participant(m.author).tokenizer, m.token_ids[begin:end])
+    return Shades(message=i, author=m.author, tokens=words, values=tuple(values), note=m.note)
+
+
+def _captured(conv: Any, acts: Activations, along: Any) -> dict[int, Shades]:
+    """By what turns captured: numbers of generated tokens, from the passes that made them."""
+    places = sorted({f"{a.site}.{a.layer}" for a in acts})
+    if len(places) != 1:
+        told = ", ".join(places) or "none"
+        raise ValueError(f"tint takes activations of one site and layer, and there are {told}: query one")
+    spoken = {
+        (m.author, m.metadata.get("turn")): i
+        for i, m in enumerate(conv.transcript)
+        if m.prompt_ids is not None and m.metadata.get("content_ids") is not None
+    }
+    found = {}
+    for a in acts:
+        if (i := spoken.get((a.participant, a.turn))) is not None:
+            m = conv.transcript[i]
+            begin, end = (len(m.prompt_ids) + at for at in m.metadata["content_ids"])
+            numbers = dict(zip(a.positions, _numbers(a.tensor, along), strict=True))
+            if any(p in numbers for p in range(begin, end)):
+                found[i] = _generated(conv, i, [numbers.get(p) for p in range(begin, end)])
+    if not found:
+        raise LookupError("these activations hold no position of any words of this conversation's turns")
+    return found
+
+
+def _numbers(tensor: Any, along: Any) -> list[float]:
+    """One number a position."""
+    if along is not None:
+        v = vector_of(along)
+        tensor = tensor.float() @ (v / v.norm())
+    elif tensor.dim() == 2 and tensor.shape[-1] == 1:
+        tensor = tensor[:, 0]
+    else:
+        raise ValueError(
+            f"these activations are vectors of {tensor.shape[-1]} numbers: give along=direction, or capture "
+            f"with reduce=direction"
+        )
+    return [float(x) for x in tensor]
+
+
+def _read(conv: Any, by: Direction | Probe, reader: Any) -> dict[int, Shades]:
+    """By what a model makes of the words: one pass over the transcript for each who reads it."""
+    if by.layer is None:
+        raise ValueError(f"{by!r} does not say its layer, which it is read at")
+    if isinstance(by, Probe) and len(by.classes) != 2:
+        raise ValueError(f"a tint is one number a token; this probe tells {len(by.classes)} classes apart")
+    probe = by if isinstance(by, Probe) else None
+    capture = Capture(by.site, layers=by.layer, reduce=None if probe else by)
+    found: dict[int, Shades] = {}
+    for who in _readers(conv, reader):
+        view = conv.view(who.name)
+        for r in crossing.readings(conv, capture, [who.name]):
+            if r.message not in found or r.author == who.name:  # its author's model goes before others
+                numbers = probe.apply(r.tensor) if probe else r.tensor[:, 0]
+                found[r.message] = _seen(conv, view, who, r.message, r.positions, numbers)
+    return found
+
+
+def _readers(conv: Any, reader: Any) -> list[ModelParticipant]:
+    people = [conv.participant(reader)] if reader is not None else conv.recipe.participants
+    local = [p for p in people if isinstance(p, ModelParticipant) and p.template is not None]
+    if not local:
+        who = "nobody here has a" if reader is None else f"{people[0].name} has no"
+        raise TypeError(f"{who} local model to read the words with")
+    return local
+
+
+def _seen(
+    conv: Any, view: View, who: ModelParticipant, i: int, positions: Sequence[int], values: Any
+) -> Shades:
+    """A message's tokens as they are in a view, with numbers."""
+    m = conv.transcript[i]
+    words = pieces(who.tokenizer, [view.ids[p] for p in positions])
+    numbers = tuple(float(x) for x in values)
+    return Shades(message=i, author=m.author, tokens=words, values=numbers, note=m.note)
+
+
+def _over_view(conv: Any, values: Any, reader: Any) -> dict[int, Shades]:
+    """By a number for each position of a reader's view."""
+    if reader is None:
+        raise TypeError("numbers by position are those of a view: say whose, reader='…'")
+    [who] = _readers(conv, reader)
+    view = conv.view(who.name)
+    numbers = [float(x) for x in values]
+    if len(numbers) != len(view.ids):
+        raise ValueError(f"{who.name}'s view has {len(view.ids)} positions, and {len(numbers)} numbers came")
+    return {
+        i: _seen(conv, view, who, i, at, [numbers[p] for p in at]) for i, _, at in crossing.contents(view)
+    }
+
+
+def _given(conv: Any, values: Mapping[Any, Any], reader: Any) -> dict[int, Shades]:
+    """By a number for each token of some messages."""
+    found: dict[int, Shades] = {}
+    for who in _readers(conv, reader):
+        view = conv.view(who.name)
+        for i, author, at in crossing.contents(view):
+            if i in values and (i not in found or author == who.name):
+                numbers = list(values[i])
+                if len(numbers) != len(at):
+                    raise ValueError(
+                        f"message {i} has {len(at)} tokens in {who.name}'s view; {len(numbers)} numbers came"
+                    )
+                found[i] = _seen(conv, view, who, i, at, numbers)
+    if missing := [i for i in values if i not in found]:
+        raise LookupError(f"message {missing[0]} is in no view here, of {len(conv.transcript)} messages")
+    return found

@@ -1,0 +1,151 @@
+"""Watching a conversation: every turn once, in order, as it was said; what is broken off is a draft."""
+
+from typing import Any
+
+import pytest
+
+import interlens
+from interlens import AutoModelParticipant, Conversation, FunctionParticipant, ScriptedParticipant
+from interlens.notebook import live
+
+
+class Display:
+    """Stands for IPython's: keeps every update of every handle."""
+
+    def __init__(self) -> None:
+        self.handles: list[list[str]] = []
+
+    def display(self, content: Any, display_id: bool = False) -> Any:
+        updates = [content]
+        self.handles.append(updates)
+
+        class Handle:
+            def update(self, content: Any) -> None:
+                updates.append(content)
+
+        return Handle()
+
+    def HTML(self, markup: str) -> str:  # noqa: N802
+        return str(markup)
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> Display:
+    """A notebook's cell."""
+    from IPython import display
+
+    shown = Display()
+    monkeypatch.setattr(live, "in_notebook", lambda: True)
+    monkeypatch.setattr("interlens.conversation.in_notebook", lambda: True)
+    monkeypatch.setattr(live, "EVERY", 0.0)
+    monkeypatch.setattr(display, "display", shown.display)
+    monkeypatch.setattr(display, "HTML", shown.HTML)
+    return shown
+
+
+def people(*names: str, **settings: Any) -> list[AutoModelParticipant]:
+    return [AutoModelParticipant.from_pretrained("tiny", name=n, max_new_tokens=8, **settings) for n in names]
+
+
+def test_every_turn_has_one_handle_whose_last_state_is_the_message(cell: Display):
+    conv = Conversation(people("a", "b"), shared_context="Go.")
+    conv.run(4)
+    assert len(cell.handles) == 4
+    for updates, message in zip(cell.handles, conv.transcript[1:], strict=True):
+        assert updates[-1] == interlens.html.said(
+            message.author, message.content, "ab".index(message.author) + 1, message.note
+        )
+        assert all("speaking" in u for u in updates[:-1])
+
+
+def test_a_monologue_is_as_many_turns(cell: Display):
+    conv = Conversation(people("a"), shared_context="Go.")
+    conv.run(3)
+    assert len(cell.handles) == 3
+    assert [u[-1].split("turn ")[1][0] for u in cell.handles] == ["0", "1", "2"]
+
+
+def test_those_whose_words_do_not_come_in_pieces_are_shown_in_their_place(cell: Display):
+    [a] = people("a")
+    conv = Conversation([ScriptedParticipant("s", ["first", "third"]), a])
+    conv.run(4)
+    last = [u[-1] for u in cell.handles]
+    assert [m.author for m in conv.transcript] == ["s", "a", "s", "a"]
+    assert ["<b>s</b>" in x for x in last] == [True, False, True, False]
+    assert "third" in last[2]
+
+
+def test_a_denied_turn_is_shown_as_denied(cell: Display):
+    verdicts = iter(["deny", "ok", "ok"])
+    hook = lambda m, c: interlens.deny("no") if next(verdicts) == "deny" else interlens.approve()  # noqa: E731
+    conv = Conversation(people("a"), shared_context="Go.", message_hooks=[hook])
+    conv.run(3)
+    assert len(conv.transcript) == 3
+    assert ["denied" in u[-1] for u in cell.handles] == [True, False, False]
+    assert "turn 0" in cell.handles[1][-1]
+
+
+def test_what_is_broken_off_is_a_draft(cell: Display, monkeypatch: pytest.MonkeyPatch):
+    conv = Conversation(people("a", "b"), shared_context="Go.")
+    tell, told = live._View.tell, []
+
+    def stop(self: Any, speaker: str, path: str, text: str) -> None:
+        tell(self, speaker, path, text)
+        told.append(text)
+        if path.startswith("turn/1"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(live._View, "tell", stop)
+    with pytest.raises(KeyboardInterrupt):
+        conv.run(4)
+    monkeypatch.undo()
+    whole = len(conv.transcript)
+    assert whole >= 2
+    assert conv.transcript[1].metadata["turn"] == 0
+    if whole == 2:  # the second turn had not come to its end
+        assert conv.draft is not None
+        assert (conv.draft.author, conv.draft.metadata) == ("b", {"draft": True})
+        assert "draft, broken off" in conv._repr_html_()
+        assert "broken off" in cell.handles[-1][-1]
+    assert conv.branch().draft is None
+    conv.run(1)
+    assert conv.draft is None
+    assert len(conv.transcript) == whole + 1
+
+
+def test_nobody_is_shown_who_did_not_ask(capsys):
+    conv = Conversation(people("a"), shared_context="Go.")
+    conv.run(1)
+    conv.step("a")
+    assert capsys.readouterr().out == ""
+
+
+def test_live_shows_turns_and_steps_in_a_terminal(capsys):
+    conv = Conversation(
+        [*people("a"), FunctionParticipant("f", lambda view: "fixed words")], shared_context="Go."
+    )
+    with interlens.live():
+        conv.run(2)
+        conv.step("a")
+    conv.step("a")
+    out = capsys.readouterr().out
+    a, f, last = (conv.transcript[i].content for i in (1, 2, 3))
+    assert out == f"a: {a}\n\nf: {f}\na: {last}\n"
+
+
+def test_the_words_are_those_of_a_run_that_nobody_watches(capsys):
+    one, two = (Conversation(people("a", "b"), shared_context="Go.") for _ in range(2))
+    one.run(4, show=True)
+    two.run(4, show=False)
+    assert one.transcript == two.transcript
+
+
+def test_a_long_stream_sends_little(cell: Display, monkeypatch: pytest.MonkeyPatch):
+    """1,500 tokens, as slowly as you like: the clock allows every update, and less than 3 MB are sent."""
+    conv = Conversation(people("a"), shared_context="Go.")
+    view = live._Cell(conv)
+    for _ in range(1500):
+        view.tell("a", "turn/0", "token ")
+    [updates] = cell.handles
+    assert 300 < len(updates) < 1500
+    assert sum(map(len, updates)) < 2_500_000
