@@ -200,6 +200,14 @@ class Dialogue:
         copy._origin = f"branched after message {index}"
         return copy
 
+    def branch_before(self, ref: int | Message, reseed: int | None = None) -> Self:
+        """A branch that ends before message `ref`: the turn that said it can be taken again."""
+        index = self._transcript.index(ref)
+        copy = self.branch(reseed)
+        copy._cut(index)
+        copy._origin = f"branched before message {index}"
+        return copy
+
     def rewind(self, to: int | Message) -> Self:
         """Forget everything after message `to`, which stays."""
         self._cut(self._transcript.index(to) + 1)

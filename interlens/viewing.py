@@ -119,6 +119,31 @@ class Viewing(Dialogue):
 
         return tint(self, values, reader=reader, along=along, name=name)
 
+    def explore(self, acts: Any, along: Any = None) -> Any:
+        """A widget of what turns captured at one site: the layers under a slider, tokens to point at and pin.
+
+        A token's number is its projection on `along` (or on the capture's own direction), or else the norm.
+        """
+        from interlens.notebook.widgets import explore
+
+        return explore(self, acts, along)
+
+    def steering(self, direction: Any, speaker: Any, *, turn: int | None = None) -> Any:
+        """A widget that takes a turn of a speaker (its last) again with a push along a direction, or one of
+        several by name, beside the turn without; this conversation stays as it is.
+        """
+        from interlens.notebook.panels import steering
+
+        return steering(self, direction, speaker, turn)
+
+    def chat(self, seat: str | None = None) -> Any:
+        """A widget in which a person talks with the participants, from the seat of a `HumanParticipant`, or
+        under a name of their own (the moderator's).
+        """
+        from interlens.notebook.panels import chat
+
+        return chat(self, seat)
+
     def show(self) -> None:
         """Show the conversation so far: as HTML in a notebook, as text in a terminal."""
         from interlens.notebook.live import show

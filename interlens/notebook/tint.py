@@ -150,7 +150,7 @@ def tint(conv: Any, values: Any, *, reader: Any = None, along: Any = None, name:
     if isinstance(values, str):
         found, told = _logprobs(conv, values), "logprob"
     elif isinstance(values, Activations):
-        found, told = _captured(conv, values, along), "projection"
+        return captured(conv, values, along, name=name)
     elif isinstance(values, Direction):
         found, told = _read(conv, values, reader), f"projection at {values.site}.{values.layer}"
     elif isinstance(values, Probe):
@@ -160,8 +160,13 @@ def tint(conv: Any, values: Any, *, reader: Any = None, along: Any = None, name:
         found, told = _given(conv, values, reader), "value"
     else:
         found, told = _over_view(conv, values, reader), "value"
+    return _tinted(conv, found, name or told, centre)
+
+
+def _tinted(conv: Any, found: Mapping[int, Shades], name: str, centre: float = 0.0) -> Tinted:
+    """All messages, those without numbers too."""
     shades = tuple(found.get(i) or _plain(i, m) for i, m in enumerate(conv.transcript))
-    return Tinted(shades, name or told, centre)
+    return Tinted(shades, name, centre)
 
 
 def _plain(i: int, m: Any) -> Shades:
@@ -193,8 +198,12 @@ def _generated(conv: Any, i: int, values: Sequence[float | None]) -> Shades:
     return Shades(message=i, author=m.author, tokens=words, values=tuple(values), note=m.note)
 
 
-def _captured(conv: Any, acts: Activations, along: Any) -> dict[int, Shades]:
-    """By what turns captured: numbers of generated tokens, from the passes that made them."""
+def captured(
+    conv: Any, acts: Activations, along: Any, *, name: str | None = None, norms: bool = False
+) -> Tinted:
+    """By what turns captured: numbers of generated tokens, from the passes that made them. With `norms` a
+    vector without a direction counts by its length.
+    """
     places = sorted({f"{a.site}.{a.layer}" for a in acts})
     if len(places) != 1:
         told = ", ".join(places) or "none"
@@ -209,19 +218,21 @@ def _captured(conv: Any, acts: Activations, along: Any) -> dict[int, Shades]:
         if (i := spoken.get((a.participant, a.turn))) is not None:
             m = conv.transcript[i]
             begin, end = (len(m.prompt_ids) + at for at in m.metadata["content_ids"])
-            numbers = dict(zip(a.positions, _numbers(a.tensor, along), strict=True))
+            numbers = dict(zip(a.positions, _numbers(a.tensor, along, norms), strict=True))
             if any(p in numbers for p in range(begin, end)):
                 found[i] = _generated(conv, i, [numbers.get(p) for p in range(begin, end)])
     if not found:
         raise LookupError("these activations hold no position of any words of this conversation's turns")
-    return found
+    return _tinted(conv, found, name or f"projection at {places[0]}")
 
 
-def _numbers(tensor: Any, along: Any) -> list[float]:
+def _numbers(tensor: Any, along: Any, norms: bool) -> list[float]:
     """One number a position."""
     if along is not None:
         v = vector_of(along)
         tensor = tensor.float() @ (v / v.norm())
+    elif norms and tensor.shape[-1] > 1:
+        tensor = tensor.float().norm(dim=-1)
     elif tensor.dim() == 2 and tensor.shape[-1] == 1:
         tensor = tensor[:, 0]
     else:

@@ -276,6 +276,12 @@ class RunReport:
             more,
         )
 
+    def browse(self) -> Any:
+        """A widget to search, sort and read the jobs, and to go from failure to failure."""
+        from interlens.notebook.widgets import browse
+
+        return browse(self)
+
     def save_html(self, path: str | Path) -> Path:
         """Write one self-contained file with every transcript, folded."""
         blocks = [

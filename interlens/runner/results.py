@@ -173,9 +173,13 @@ class LiveResults(dict[str, RunResult]):
         """What is known of each without reading its transcript."""
         return (ledger.kind_of(r.record) for r in self.values())
 
+    def sizes(self) -> Iterator[int]:
+        """Tokens that each generated."""
+        return (r.tokens_generated for r in self.values())
+
     def tokens(self) -> int:
         """Tokens that all of them generated."""
-        return sum(r.tokens_generated for r in self.values())
+        return sum(self.sizes())
 
 
 class StoredResults(Mapping[str, RunResult]):
@@ -220,9 +224,13 @@ class StoredResults(Mapping[str, RunResult]):
         """What is known of each without reading its record."""
         return (self._known.kind(row) for row in self._rows)
 
+    def sizes(self) -> Iterator[int]:
+        """Tokens that each generated."""
+        return (self._known.tokens(row) for row in self._rows)
+
     def tokens(self) -> int:
         """Tokens that all of them generated."""
-        return sum(self._known.tokens(row) for row in self._rows)
+        return sum(self.sizes())
 
 
 def _analyses(record: Mapping[str, Any]) -> dict[str, Any]:
