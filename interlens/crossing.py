@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from interlens import program
+from interlens import html, program
 from interlens.chat.spans import Span
 from interlens.chat.view import View
 from interlens.interp.capture import Capture
@@ -151,7 +151,7 @@ class Contagion:
         return pandas.DataFrame(rows)
 
     def _repr_html_(self) -> str:
-        return str(self.effect().round(3).to_html(index=False, border=0))
+        return html.frame(self.effect())
 
 
 def contagion(

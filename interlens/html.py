@@ -6,6 +6,7 @@ live, a saved, an untrusted and an exported notebook.
 
 import html as _escape
 from collections.abc import Callable, Iterable
+from typing import Any
 
 
 class Html(str):
@@ -19,13 +20,22 @@ def text(value: object) -> Html:
     return Html(_escape.escape(str(value), quote=True))
 
 
+_BLOCKS = frozenset({"div", "details", "table", "body"})
+_WORDS = "mathjax_ignore tex2jax_ignore"
+"""Classes that keep MathJax 3 and 2, which notebooks run over outputs, from typesetting what `$` encloses."""
+
+
 def tag(name: str, *children: object, **attributes: object) -> Html:
     """Make one element; `class_` becomes class, `None` attributes are left out, children are escaped unless
     `Html`.
 
+    What is in a block is words, never mathematics: dollar signs stay what they are.
+
     >>> tag("b", "<x>", title='a"b')
     '<b title="a&quot;b">&lt;x&gt;</b>'
     """
+    if name in _BLOCKS:
+        attributes = {"class_": _WORDS, **attributes}
     pairs = (
         f' {key.rstrip("_")}="{text(value)}"' if value is not True else f" {key.rstrip('_')}"
         for key, value in attributes.items()
@@ -42,12 +52,19 @@ def join(parts: Iterable[object], between: str = "") -> Html:
 
 def table(rows: Iterable[Iterable[object]], head: Iterable[object]) -> Html:
     """A plain table that carries its own, theme-neutral style."""
-    cell = "padding:2px 10px 2px 0;text-align:left;vertical-align:top"
+    cell = "padding:2px 10px 2px 0;text-align:left;vertical-align:top;white-space:pre-wrap"
     header = tag(
         "tr", *(tag("th", h, style=cell + ";border-bottom:1px solid rgba(128,128,128,.5)") for h in head)
     )
     body = join(tag("tr", *(tag("td", c, style=cell) for c in row)) for row in rows)
     return tag("table", header, body, style="border-collapse:collapse;font-size:90%")
+
+
+def frame(table_of: Any) -> Html:
+    """A pandas table as one of ours: no index, numbers with four digits."""
+    rows = table_of.itertuples(index=False, name=None)
+    shown = ([f"{v:.4g}" if isinstance(v, float) else v for v in row] for row in rows)
+    return table(shown, table_of.columns)
 
 
 def fold(summary: object, *children: object, open: bool = False) -> Html:
@@ -62,7 +79,7 @@ _BORDERS = ("#2563eb", "#dc501e", "#0f766e", "#9333ea", "#a16207", "#64748b")
 def said(author: str, content: str, place: int = 0, note: str = "") -> Html:
     """One message: the author's name in words and as a coloured border, the text as it is."""
     border = f"border-left:3px solid {_BORDERS[place % len(_BORDERS)]};padding:0 0 0 10px;margin:8px 0"
-    small = tag("span", f" {note}", style="opacity:.6;font-size:85%") if note else Html("")
+    small = tag("span", f" {note}", style="opacity:.75;font-size:85%") if note else Html("")
     words = tag("div", content, style="white-space:pre-wrap;overflow-wrap:anywhere")
     return tag("div", tag("div", tag("b", author), small), words, style=border)
 

@@ -1,5 +1,6 @@
 """The list of messages: index, slice, append, print, a table, and JSON in and out."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, overload
 
@@ -15,6 +16,8 @@ class Transcript:
 
     def __init__(self, messages: Iterable[Message] = ()) -> None:
         self._messages = list(messages)
+        self.shown: tuple[Any, int] | None = None
+        """The notebook cell that showed the words as they came, and how many messages there were then."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -131,6 +134,8 @@ class Transcript:
         return transcript
 
     def _repr_html_(self) -> str:
+        if self.shown is not None and self.shown == (this_cell(), len(self)):
+            return html.fold(f"{self!r}, shown above", self.picture())
         return self.picture()
 
     def picture(self, limit: int = 800_000) -> html.Html:
@@ -154,6 +159,12 @@ class Transcript:
     def places(self) -> dict[str, int]:
         """Authors in the order in which they first spoke, numbered: which colour is whose."""
         return {author: i for i, author in enumerate(dict.fromkeys(m.author for m in self._messages))}
+
+
+def this_cell() -> Any:
+    """The number of the notebook's cell that runs; `None` elsewhere."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "execution_count", None)
 
 
 def _encode(message: Message, messages: list[Message], places: dict[int, int]) -> dict[str, Any]:

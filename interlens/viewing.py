@@ -104,7 +104,7 @@ class Viewing(Dialogue):
         parts = [head, self._transcript.picture()]
         if self.draft is not None:
             words = html.said(self.draft.author, html.clipped(self.draft.content), note="· draft, broken off")
-            parts.append(html.tag("div", words, style="opacity:.6"))
+            parts.append(html.tag("div", words, style="opacity:.75"))
         return html.tag("div", *parts)
 
     def tint(self, values: Any, *, reader: Any = None, along: Any = None, name: str | None = None) -> Any:

@@ -36,6 +36,7 @@ _NAMES = {
     "ScriptedBackend": "scripted",
     "VLLMBackend": "vllm",
 }
+__all__ = sorted(_NAMES)
 _LOCAL = "interlens.backends.huggingface"
 
 

@@ -44,6 +44,8 @@ class Rate:
         return max(0.0, middle - half), min(1.0, middle + half)
 
     def __str__(self) -> str:
+        if not self.of:
+            return "unknown (none)"
         low, high = self.interval
         return f"{self.value:.1%} ({self.n} of {self.of}, {low:.1%} to {high:.1%})"
 

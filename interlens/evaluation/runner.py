@@ -16,6 +16,7 @@ from interlens.evaluation.trajectory import Trajectory, actions_until
 from interlens.evaluation.trials import WORLD, Start, Trials, tasks_of
 from interlens.message import Message
 from interlens.models import ModelParticipant
+from interlens.pretrained import AutoModelParticipant
 from interlens.request import BackendSpec, ChatParams
 from interlens.runner.execute import Settings, execute
 from interlens.runner.jobs import Expansion
@@ -33,9 +34,9 @@ Progress = Callable[[int, int], None] | None
 class TrajectoryRunner:
     """Lets a model act in an environment.
 
-    `backend` is a backend, or a model participant, whose own settings then hold beside `sampling_params`; for
-    an environment of several players, one for each, as a list or by name. The players meet through the
-    environment alone: none sees another's words but in what the environment shows.
+    `backend` is a backend, the id of a model, or a model participant, whose own settings then hold beside
+    `sampling_params`; for an environment of several players, one for each, as a list or by name. The players
+    meet through the environment alone: none sees another's words but in what the environment shows.
     `history` says what the model sees of earlier steps: `"full"`, `"last"` (only what is new), or the number
     of steps. `max_steps` caps the actions of a trajectory; the environment's own cap holds otherwise.
     """
@@ -77,6 +78,8 @@ class TrajectoryRunner:
     def _participant(
         self, backend: Any, name: str | None, system_prompt: str | None, given: Any, more: Mapping[str, Any]
     ) -> ModelParticipant:
+        if isinstance(backend, str):
+            backend = AutoModelParticipant.from_pretrained(backend, name=name or NAME)
         if not isinstance(backend, ModelParticipant):
             return asking.participant(backend, self.params, name or NAME, system_prompt=system_prompt, **more)
         changes: dict[str, Any] = dict(more) | ({"name": name} if name is not None else {})

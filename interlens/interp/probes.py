@@ -65,7 +65,8 @@ class Probe:
         model = _model(c, seed)
         if folds:
             facts["accuracy"] = float(_scores(numbers, labels, c, folds, seed).mean())
-        model.fit(numbers, labels)
+        with _alone():
+            model.fit(numbers, labels)
         scaler, regression = model[0], model[1]
         parts = scaler.mean_, scaler.scale_, regression.coef_, regression.intercept_
         mean, scale, coef, bias = (torch.tensor(p, dtype=torch.float32) for p in parts)
@@ -160,4 +161,12 @@ def _scores(x: Any, y: list[Any], c: float, folds: int, seed: int) -> Any:
     from sklearn.model_selection import StratifiedKFold, cross_val_score
 
     split = StratifiedKFold(folds, shuffle=True, random_state=seed)
-    return cross_val_score(_model(c, seed), x, y, cv=split)
+    with _alone():
+        return cross_val_score(_model(c, seed), x, y, cv=split)
+
+
+def _alone() -> Any:
+    """One thread for a fit: such small ones take ten times as long on several that others keep busy."""
+    from threadpoolctl import threadpool_limits
+
+    return threadpool_limits(1)

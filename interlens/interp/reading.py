@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from interlens import html
 from interlens.interp.capture import Activations, Capture
 from interlens.interp.edits import Patch
 from interlens.interp.sites import decoder_layers
@@ -45,7 +46,7 @@ class Lens:
         return pandas.DataFrame(rows)
 
     def _repr_html_(self) -> str:
-        return str(self.frame().to_html(index=False, border=0))
+        return html.frame(self.frame())
 
 
 def logit_lens(participant: Any, prompt: Any, *, position: int = -1) -> Lens:
@@ -78,7 +79,7 @@ class Attribution:
         return frame.reindex(frame.logit.abs().sort_values(ascending=False).index).reset_index(drop=True)
 
     def _repr_html_(self) -> str:
-        return str(self.frame().to_html(index=False, border=0))
+        return html.frame(self.frame())
 
 
 def attribution(

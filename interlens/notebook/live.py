@@ -12,6 +12,7 @@ from interlens.hosted import APIParticipant
 from interlens.message import Message
 from interlens.runner.progress import in_notebook
 from interlens.runner.scheduler import scheduler
+from interlens.transcript import this_cell
 
 EVERY = 0.1
 """Seconds between updates of a cell's output."""
@@ -189,6 +190,7 @@ class _Cell(_View):
 
     def close(self) -> None:
         super().close()
+        self.conv.transcript.shown = this_cell(), self.seen
         if self.text:
             note = "· broken off; not part of the transcript"
             self._put(html.said(self.speaker, self.text, self._place(self.speaker), note))

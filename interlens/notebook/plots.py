@@ -62,12 +62,18 @@ def norms(acts: Activations, *, site: str = "resid_post", ax: Any = None) -> "Ax
 
 
 def heatmap(
-    acts: Activations, *, direction: Any = None, turn: int = -1, site: str = "resid_post", ax: Any = None
+    acts: Activations,
+    *,
+    direction: Any = None,
+    turn: int = -1,
+    site: str = "resid_post",
+    tokens: Sequence[str] | None = None,
+    ax: Any = None,
 ) -> "Axes":
     """Layer by token: the length of the activation, or its projection h.u on a `direction`, centred at 0.
 
-    Rows are the captured layers, from the bottom up; columns the positions of one turn's view. Position 0,
-    which is of another size than all others, is left out of the colour scale.
+    Rows are the captured layers, from the bottom up; columns the positions of one turn's view, or `tokens`,
+    one for each. Position 0, which is of another size than all others, is left out of the colour scale.
     """
     import torch
 
@@ -82,7 +88,7 @@ def heatmap(
     values = torch.stack(rows)
     kept = values[:, [i for i, p in enumerate(found[0].positions) if p > 0] or slice(None)]
     ax, image = _image(values.numpy(), signed=along is not None, top=float(kept.abs().max()), ax=ax)
-    _few(ax.xaxis, list(found[0].positions))
+    _few(ax.xaxis, _labels(tokens, found[0].positions))
     ax.set_yticks(range(len(found)), [a.layer for a in found])
     ax.set_xlabel(f"token position in {found[0].participant}'s view, turn {found[0].turn}")
     ax.set_ylabel("layer")
@@ -128,12 +134,7 @@ def grid(frame: "pandas.DataFrame", *, tokens: Sequence[str] | None = None, ax: 
     top = max(1.0, float(abs(frame.to_numpy()).max()))
     ax, image = _image(frame.to_numpy(), signed=True, top=top, ax=ax)
     ax.set_yticks(range(len(frame)), list(frame.index))
-    labels = [_shown(t) for t in tokens] if tokens is not None else list(frame.columns)
-    if len(labels) != len(frame.columns):
-        raise ValueError(
-            f"{len(labels)} tokens were given for {len(frame.columns)} positions: give one for each"
-        )
-    _few(ax.xaxis, labels)
+    _few(ax.xaxis, _labels(tokens, list(frame.columns)))
     ax.set_ylabel("layer")
     ax.set_xlabel("position")
     ax.figure.colorbar(image, ax=ax, label="share recovered")
@@ -165,8 +166,10 @@ def budget(frame: "pandas.DataFrame", *, ax: Any = None) -> "Axes":
     ax = _axes(ax)
     for arm, part in frame.sort_values("tokens").groupby("arm"):
         [line] = ax.plot(part["tokens"], part["success"], marker="o", label=str(arm))
-        if "low" in part:
+        if "low" in part and len(part) > 1:
             ax.fill_between(part["tokens"], part["low"], part["high"], alpha=0.15, color=line.get_color())
+        elif "low" in part:
+            ax.vlines(part["tokens"], part["low"], part["high"], color=line.get_color())
     ax.set_ylim(-0.02, 1.02)
     ax.set_xlabel("tokens spent per conversation")
     ax.set_ylabel("success")
@@ -179,10 +182,13 @@ def dose(frame: "pandas.DataFrame", *, value: str = "score", ax: Any = None) -> 
     controls, in grey); columns `coef`, `arm`, and the value, of which there may be many for a coefficient.
     """
     ax = _axes(ax)
+    markers = iter("xs^vD+*" * len(frame))
     for arm, part in frame.groupby("arm"):
         mean, sem = (getattr(part.groupby("coef")[value], how)() for how in ("mean", "sem"))
-        grey = {"color": "0.6", "linestyle": "--"} if str(arm).startswith(("random", "control")) else {}
-        ax.errorbar(mean.index, mean, yerr=sem.fillna(0.0), marker="o", capsize=2, label=str(arm), **grey)
+        looks: dict[str, Any] = {"marker": "o"}
+        if str(arm).startswith(("random", "control")):
+            looks = {"marker": next(markers), "color": "0.6", "linestyle": "--"}
+        ax.errorbar(mean.index, mean, yerr=sem.fillna(0.0), capsize=2, label=str(arm), **looks)
     ax.axvline(0, color="0.8", linewidth=1, zorder=0)
     ax.set_xlabel("coefficient")
     ax.set_ylabel(value)
@@ -209,6 +215,15 @@ def _few(axis: Any, labels: Sequence[Any]) -> None:
     every = -(-len(labels) // 30)
     upright = axis.axis_name == "x" and any(len(str(label)) > 2 for label in labels)
     axis.set_ticks(range(0, len(labels), every), labels[::every], rotation=90 if upright else 0, fontsize=8)
+
+
+def _labels(tokens: Sequence[str] | None, positions: Sequence[Any]) -> list[Any]:
+    """Tokens, if they are given, one for each position."""
+    if tokens is None:
+        return list(positions)
+    if len(tokens) != len(positions):
+        raise ValueError(f"{len(tokens)} tokens were given for {len(positions)} positions: give one for each")
+    return [_shown(t) for t in tokens]
 
 
 def _shown(token: str) -> str:

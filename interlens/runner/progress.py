@@ -49,7 +49,8 @@ class Tally:
         each = sorted(self.tokens.items())
         if 1 < len(each) <= 8:
             speed += f" ({', '.join(f'{device} {n / seconds:.0f}' for device, n in each)})"
-        parts.append(speed)
+        if self.tokens:
+            parts.append(speed)
         if self.total is not None and self.finished > 0:
             left = self.total - self.finished - self.skipped
             parts.append(f"{_span(left * seconds / self.finished)} left" if left else _span(seconds))

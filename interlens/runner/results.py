@@ -163,7 +163,12 @@ class RunResult:
         return f"RunResult({self.id}: {self.outcome}, {n} messages, {self.tokens_generated} tokens)"
 
     def _repr_html_(self) -> str:
-        return html.tag("div", html.tag("b", repr(self)), self.transcript.picture())
+        parts: list[Any] = [html.tag("b", repr(self)), self.transcript.picture()]
+        if self.error is not None:
+            parts.append(html.tag("p", self.error.splitlines()[0]))
+        if self.analysis is not None:
+            parts.append(html.tag("p", f"analysis: {html.clipped(str(self.analysis), 2000)}"))
+        return html.tag("div", *parts)
 
 
 class LiveResults(dict[str, RunResult]):

@@ -66,7 +66,7 @@ def test_the_words_are_those_of_the_transcript(conv: Conversation, direction: Di
         for m in conv.transcript:
             assert m.content in read.words
         assert read.tags <= {"div", "p", "b", "span", "details", "summary"}
-        assert read.attributes <= {"style", "title", "open"}
+        assert read.attributes <= {"style", "title", "open", "class"}
 
 
 def test_log_probabilities_are_the_messages_own(conv: Conversation):

@@ -67,6 +67,7 @@ function frame(el) {
     fontFamily: "var(--jp-ui-font-family, system-ui, sans-serif)", fontSize: "var(--jp-ui-font-size1, 13px)",
     lineHeight: "1.45",
   });
+  node.dataset.lmSuppressShortcuts = "true"; // arrows and letters are the widget's, not JupyterLab's
   el.append(node);
   return node;
 }
