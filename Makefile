@@ -7,13 +7,14 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check notebooks clean
+.PHONY: help demo test check notebooks docs clean
 
 help:
 	@echo "make demo       two personas talk on a real model, captured, then rolled out, killed and resumed"
 	@echo "make test       checks (scripts/check), then the tests"
 	@echo "make check      lint, format, types, layers"
-	@echo "make notebooks  run the notebooks and store their outputs"
+	@echo "make notebooks  run the eight lessons and store their outputs"
+	@echo "make docs       build the documentation into site/, every link checked"
 	@echo "make clean      remove caches and outputs, not $(VENV)"
 	@echo "PYTHON=...      the interpreter (3.11 or later) that $(VENV) is made with; now: $(PYTHON)"
 
@@ -36,8 +37,11 @@ check: $(READY)
 	scripts/check
 
 notebooks: $(READY)
-	@if [ -x scripts/notebooks ]; then scripts/notebooks; else echo "there is no scripts/notebooks"; fi
+	scripts/notebooks
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
 clean:
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build dist *.egg-info demo-output
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build dist site *.egg-info demo-output

@@ -42,6 +42,8 @@ def tag(name: str, *children: object, **attributes: object) -> Html:
         if value is not None and value is not False
     )
     inner = "".join(child if isinstance(child, Html) else text(child) for child in children)
+    if name in _BLOCKS:
+        inner = inner.replace(f' class="{_WORDS}"', "")  # the outermost says it for all
     return Html(f"<{name}{''.join(pairs)}>{inner}</{name}>")
 
 

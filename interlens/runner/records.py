@@ -11,8 +11,9 @@ Record = dict[str, Any]
 
 def error_record(error: BaseException) -> dict[str, str]:
     """An error as text: what crosses a process or a file."""
+    kind = type(error)
     return {
-        "type": f"{type(error).__module__}.{type(error).__qualname__}",
+        "type": f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."),
         "message": str(error),
         "traceback": "".join(traceback.format_exception(error)),
     }

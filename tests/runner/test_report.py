@@ -69,9 +69,9 @@ def test_one_result(report: RunReport) -> None:
     assert good.analysis_error is None
     assert repr(good) == "RunResult(row_00000: done, 3 messages, 8 tokens)"
     assert analysed_badly.analysis == {"size": 3, "odd": None}
-    assert analysed_badly.analysis_error == {"odd": "builtins.LookupError: boom"}
+    assert analysed_badly.analysis_error == {"odd": "LookupError: boom"}
     assert (failed.outcome, failed.reason, failed.analysis) == ("failed", "LookupError", None)
-    assert str(failed.error).startswith("builtins.LookupError: boom\n\nTraceback")
+    assert str(failed.error).startswith("LookupError: boom\n\nTraceback")
     assert len(failed.transcript) == 1
     assert len(failed.activations) == 0
 
@@ -132,7 +132,7 @@ def test_frame(report: RunReport) -> None:
     assert frame["row.topic"].tolist() == [r["topic"] for r in rows(4)]
     assert frame["analysis.size"].dropna().tolist() == [3, 3, 3]
     assert frame["error"].dropna().tolist() == ["boom"]
-    assert frame["analysis_error"].dropna().tolist() == [{"odd": "builtins.LookupError: boom"}]
+    assert frame["analysis_error"].dropna().tolist() == [{"odd": "LookupError: boom"}]
 
 
 def test_a_frame_reads_each_record_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,9 @@ function frame(el) {
     fontFamily: "var(--jp-ui-font-family, system-ui, sans-serif)", fontSize: "var(--jp-ui-font-size1, 13px)",
     lineHeight: "1.45",
   });
-  node.dataset.lmSuppressShortcuts = "true"; // arrows and letters are the widget's, not JupyterLab's
+  // Arrows and letters are the widget's: JupyterLab would take them for its own, on the way down and on the way up.
+  node.dataset.lmSuppressShortcuts = "true";
+  node.addEventListener("keydown", (event) => event.stopPropagation());
   el.append(node);
   return node;
 }
@@ -202,6 +204,8 @@ function browse(model, el) {
       return tr;
     });
     table.replaceChildren(head, ...body);
+    const chosen = body.find((tr) => tr.firstChild.textContent === model.get("selected"));
+    if (chosen) left.scrollTop = Math.max(0, chosen.offsetTop - table.offsetTop - left.clientHeight / 2);
     const page = model.get("page"), size = model.get("page_size"), found = model.get("found");
     where.textContent = found ? `${page * size + 1}–${Math.min(found, (page + 1) * size)} of ${found}` : "none found";
     before.disabled = page === 0;
@@ -284,7 +288,6 @@ function chat(model, el) {
   const on = button("let them go on", () => model.send({ act: "go" }));
   const stop = button("stop", () => model.send({ act: "stop" }));
   input.addEventListener("keydown", (event) => {
-    event.stopPropagation();
     if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); speak(); }
   });
   box.append(words, row(input), row(go, on, stop, state));
