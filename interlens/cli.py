@@ -4,6 +4,7 @@
 """
 
 import argparse
+import itertools
 import platform
 import shlex
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from interlens import demo, kept, written
 from interlens.backends import cancel_batches
 from interlens.engine.load import bundled_gguf
-from interlens.errors import InterlensError, Stopped
+from interlens.errors import InterlensError, Stopped, nearest
 from interlens.evaluation.config import EvalConfig
 from interlens.process import available_devices
 from interlens.runner.report import RunReport
@@ -45,6 +46,9 @@ def parser() -> argparse.ArgumentParser:
     one = commands.add_parser("report", help="what a run folder holds")
     one.add_argument("folder", help="the run's out_dir")
     one.add_argument("--html", metavar="FILE", help="also write one self-contained file")
+    one = commands.add_parser("view", help="read what was said: in the jobs named, or else those that failed")
+    one.add_argument("folder", help="the run's out_dir")
+    one.add_argument("jobs", nargs="*", metavar="job", help="ids of jobs, as report lists them")
     one = commands.add_parser("cancel", help="ask providers to end the batches that a run waits for")
     one.add_argument("folder", help="the run's out_dir")
     one = commands.add_parser("eval", help="run an evaluation written in YAML")
@@ -92,6 +96,8 @@ def _do(asked: argparse.Namespace) -> int:
         return _told(kept.resume(asked.folder, progress=True), asked.folder)
     if asked.command == "eval":
         return _eval(asked.config, asked.out)
+    if asked.command == "view":
+        return _view(asked.folder, asked.jobs)
     if asked.command == "cancel":
         return _cancel(Path(asked.folder))
     return _report(asked.folder, asked.html) if asked.command == "report" else _doctor()
@@ -146,6 +152,25 @@ def _report(folder: str, html: str | None) -> int:
     if html is not None:
         print(f"written: {report.save_html(html)}")
     return _status(report)
+
+
+def _view(folder: str, jobs: list[str]) -> int:
+    report = RunReport.load(folder)
+    for job in jobs:
+        if job not in report.results:
+            raise ValueError(
+                f"{folder} has no job {job!r}: {nearest(job, itertools.islice(report.results, 50))}"
+            )
+    chosen = jobs or report.failed or [*itertools.islice(report.results, 1)]
+    for job in chosen:
+        result = report.results[job]
+        parts = [repr(result), result.transcript.pretty(), result.error]
+        if result.analysis is not None:
+            parts.append(f"analysis: {result.analysis}")
+        print("\n\n".join(part for part in parts if part), end="\n\n")
+    if not jobs:
+        print(f"{len(chosen)} of {len(report)} jobs; read others: interlens view {shlex.quote(folder)} JOB")
+    return 0
 
 
 def _doctor() -> int:

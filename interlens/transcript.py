@@ -135,7 +135,7 @@ class Transcript:
 
     def _repr_html_(self) -> str:
         if self.shown is not None and self.shown == (this_cell(), len(self)):
-            return html.fold(f"{self!r}, shown above", self.picture())
+            return html.fold(f"{self!r}; what is new stands above", self.picture())
         return self.picture()
 
     def picture(self, limit: int = 800_000) -> html.Html:

@@ -20,6 +20,7 @@ FLAGS = {
     "run": ["--help", "--out", "-h"],
     "resume": ["--help", "-h"],
     "report": ["--help", "--html", "-h"],
+    "view": ["--help", "-h"],
     "doctor": ["--help", "-h"],
 }
 
@@ -41,6 +42,26 @@ def test_a_report_of_a_whole_run_exits_with_0(tmp_path: Path, capsys):
     assert "2 done" in capsys.readouterr().out
     assert "<script>" not in page.read_text()
     assert "&lt;script&gt;" in page.read_text()
+
+
+def test_what_was_said_can_be_read(tmp_path: Path, capsys):
+    def breaks(view):
+        if "2" in view.messages[0]["content"]:
+            raise RuntimeError("no")
+        return "yes"
+
+    conv = Conversation([FunctionParticipant("f", breaks)], shared_context=lambda row: f"number {row['n']}")
+    conv.data([{"n": n} for n in range(4)]).turns(1).rollout(out_dir=tmp_path / "run", progress=False)
+    assert cli.main(["view", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "moderator: number 2" in out
+    assert "RuntimeError: no\n\nTraceback" in out
+    assert "1 of 4 jobs; read others: interlens view" in out
+    assert cli.main(["view", str(tmp_path / "run"), "row_00003", "row_00001"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("number 3\n\nf: yes") < out.index("number 1\n\nf: yes")
+    assert cli.main(["view", str(tmp_path / "run"), "row_0003"]) == 1
+    assert 'did you mean "row_00003"' in capsys.readouterr().err
 
 
 def test_a_report_with_a_failure_exits_with_1(tmp_path: Path, capsys):

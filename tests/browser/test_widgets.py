@@ -165,3 +165,23 @@ def test_a_saved_notebook_shows_the_static_pictures(lab: Lab, second: Lab):
     second.page.wait_for_timeout(500)
     for i in (1, 2, 3):
         assert " ".join(words.split()) in " ".join(second.output_text(i).split())
+
+
+def test_an_exported_page_shows_them_too(lab: Lab):
+    """What `nbconvert --to html` writes, opened without a kernel and without a network."""
+    from nbconvert import HTMLExporter
+
+    lab.open([TALK, "conv.explore(acts, v)", "conv.steering(v, 'a')", "conv"], "exported")
+    lab.run()
+    words = lab.kernel_eval("[m.content for m in conv.transcript]")
+    lab.save()
+    page, _ = HTMLExporter().from_filename(str(lab.folder / "exported.ipynb"))
+    (lab.folder / "exported.html").write_text(page, encoding="utf-8")
+    shown = lab.page.context.new_page()
+    shown.route("**/*", lambda r: r.continue_() if r.request.url.startswith("file:") else r.abort())
+    shown.goto((lab.folder / "exported.html").as_uri())
+    text = " ".join(shown.inner_text("body").split())
+    for said in words:
+        assert text.count(" ".join(said.split())) >= 2
+    shown.screenshot(path=lab.shots / "exported.png", full_page=True)
+    shown.close()
