@@ -80,8 +80,13 @@ def test_a_model_that_is_stopped_goes_on(lab: Lab) -> None:
     lab.wait_cell()
     assert lab.error(1).startswith("KeyboardInterrupt")
     assert lab.kernel_eval("len(conv.transcript)") == 1
+    draft = lab.kernel_eval("[conv.draft.author, conv.draft.content]")
+    assert draft[0] == "ana"
+    assert draft[1].split()[0] in lab.output_text(1)
+    assert "broken off; not part of the transcript" in lab.output_text(1)
     lab.run_cell(2)
     lab.run_cell(3)
+    assert lab.kernel_eval("conv.draft") is None
     assert lab.kernel_eval("[len(conv.transcript), conv.transcript[1].metadata['n_tokens']]") == [2, 900]
     whole = "Conversation(people, shared_context='Begin.').run(turns=1, show=False)[1].content"
     assert lab.kernel_eval(f"conv.transcript[1].content == {whole}") is True

@@ -74,3 +74,32 @@ def test_a_transcript_of_50000_tokens(lab: Lab, capsys: pytest.CaptureFixture[st
     assert "word0 word1 " in lab.output_text(1)
     assert min(took) < 1.5
     assert size < 1_000_000
+
+
+TINTED = """
+import random
+from interlens.notebook.tint import Shades, Tinted
+draw = random.Random(0)
+shades = [
+    Shades(message=i, author="ab"[i % 2], tokens=tuple(f" word{(i * k) % 997}" for k in range(2600)),
+           values=tuple(draw.gauss(0, 1) for _ in range(2600)))
+    for i in range(20)
+]
+noise = Tinted(tuple(shades), "noise")  # no neighbours are alike: the worst there is
+steps = tuple(k // 200 - 6 for k in range(2600))
+smooth = Tinted(tuple(Shades(message=s.message, author=s.author, tokens=s.tokens, values=steps)
+                      for s in shades), "blocks")
+"""
+
+
+def test_50000_coloured_tokens(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    lab.open([TINTED, "noise", "smooth"], "tinted")
+    lab.run_cell(0)
+    for cell, words in ((1, "messages hidden; save_html(path)"), (2, " word0 word1 ")):
+        took = [lab.seconds_until(cell, words) for _ in range(3)]
+        size = lab.output_size(cell)
+        with capsys.disabled():
+            told = " ".join(f"{t:.2f}" for t in took)
+            print(f"\n52,000 tokens with colours: {told} s from run to page, {size / 1e6:.2f} MB")
+        assert min(took) < 1.5
+        assert size < 1_000_000
