@@ -9,10 +9,12 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import nbformat
-from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
+
+if TYPE_CHECKING:
+    from playwright.sync_api import BrowserContext, Locator, Page, Route
 
 LIGHT, DARK = "JupyterLab Light", "JupyterLab Dark"
 
@@ -26,7 +28,7 @@ LAB_ITSELF = {
 class Lab:
     """One page of a JupyterLab and the notebook in it."""
 
-    def __init__(self, context: BrowserContext, url: str, folder: Path) -> None:
+    def __init__(self, context: "BrowserContext", url: str, folder: Path) -> None:
         self.url, self.folder, self.shots = url, folder, folder
         """The server's address, the folder of the notebooks, and where screenshots go."""
         self.noise: list[str] = []
@@ -39,13 +41,13 @@ class Lab:
 
     # -- what is collected
 
-    def listen(self, page: Page) -> None:
+    def listen(self, page: "Page") -> None:
         """Collect what happens on another page, too."""
         page.on("dialog", self._dialog)
         page.on("pageerror", lambda error: self.noise.append(f"page error: {error}"))
         page.on("console", self._console)
 
-    def _only_here(self, route: Route) -> None:
+    def _only_here(self, route: "Route") -> None:
         address = route.request.url
         if address.startswith((self.url + "/", "data:", "blob:")):
             route.continue_()
@@ -184,7 +186,7 @@ class Lab:
         found = [o for o in self.outputs(i) if o["output_type"] == "error"]
         return f"{found[0]['ename']}: {found[0]['evalue']}" if found else ""
 
-    def output(self, i: int) -> Locator:
+    def output(self, i: int) -> "Locator":
         """A cell's output area, to look for things in it."""
         return self.page.locator(".jp-Notebook .jp-Cell").nth(i).locator(".jp-Cell-outputArea")
 
@@ -229,6 +231,8 @@ class Lab:
 
     def expect_text(self, i: int, text: str | re.Pattern[str]) -> None:
         """Wait until a cell's output says this."""
+        from playwright.sync_api import expect
+
         expect(self.output(i)).to_contain_text(text, timeout=20_000)
 
     def close(self) -> None:
