@@ -299,7 +299,7 @@ class Conversation(Viewing):
     def stream(self, speaker: Any, **options: Any) -> Iterator[str]:
         """The same turn as `step`, as pieces of text; closing the generator cancels the turn."""
         self._ready()
-        chosen = _options(options)
+        chosen, self.draft = _options(options), None
         return _pieces(program.take(self, self.participant(speaker), "turn/0", chosen))
 
     # -- inside
@@ -398,6 +398,7 @@ def _options(given: Mapping[str, Any]) -> Options:
 def _pieces(asking: Any) -> Iterator[str]:
     for event in scheduler().start([Task("stream", asking)], inline=True, stream=True).events():
         if event.kind == "delta":
-            yield event.value
+            if "/summary/" not in event.path:  # what a context policy asks is no part of the turn
+                yield event.value
         elif event.kind == "failed" and event.error is not None:
             raise event.error

@@ -25,6 +25,17 @@ class Tap:
     caught: Activations = field(default_factory=Activations)
 
 
+@dataclass
+class Course:
+    """How a turn goes, for who watches."""
+
+    began: int
+    """How many messages there were when it began."""
+    said: int | None = None
+    """The index of its message, once that is committed."""
+    denied: bool = False
+
+
 class Dialogue:
     """A recipe with the state of one dialogue."""
 
@@ -42,6 +53,10 @@ class Dialogue:
         self.row: dict[str, Any] = {}
         """The row of data that a job of a rollout was made from; empty without data."""
         self.analysis: Any = None
+        self.course: dict[str, Course] | None = None
+        """What became of the turns of a run that is watched, by path."""
+        self.kept: Any = None
+        """The run folder and the job that it was read from."""
         self.draft: Message | None = None
         """The words of a turn that was broken off; not part of the transcript."""
         self.batched = recipe.execution_mode == "throughput"
@@ -115,7 +130,8 @@ class Dialogue:
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy._transcript = self._transcript.copy()
-        copy._denied, copy.draft = [dict(d) for d in self._denied], None
+        copy._denied = [dict(d) for d in self._denied]
+        copy.draft, copy.course, copy.kept = None, None, None
         copy._draws, copy.memory, copy.taps, copy.row = (
             dict(self._draws),
             dict(self.memory),
@@ -203,8 +219,11 @@ class Dialogue:
     def branch_before(self, ref: int | Message, reseed: int | None = None) -> Self:
         """A branch that ends before message `ref`: the turn that said it can be taken again."""
         index = self._transcript.index(ref)
+        if index == 0 and self._seeded:
+            raise ValueError("message 0 is the shared context, with which every branch begins")
         copy = self.branch(reseed)
         copy._cut(index)
+        copy._denied = [dict(d) for d in self._denied if d["after"] <= index]  # it came after these attempts
         copy._origin = f"branched before message {index}"
         return copy
 
@@ -215,6 +234,7 @@ class Dialogue:
 
     def _cut(self, length: int) -> None:
         self._transcript.cut(length)
+        self.draft = self.kept = None
         self._denied = [d for d in self._denied if d["after"] < length]
         self._draws = {k: v for k, v in self._draws.items() if int(k.split("/")[0]) <= length}
         self.memory = {k: v for k, v in self.memory.items() if v[0] <= length}
@@ -236,7 +256,7 @@ class Dialogue:
     def reset(self) -> Self:
         """Back to the beginning: the shared context and nothing else."""
         self._transcript, self._denied, self._draws, self.memory = Transcript(), [], {}, {}
-        self._seeded, self.analysis = False, None
+        self._seeded, self.analysis, self.draft = False, None, None
         self._open()
         return self
 

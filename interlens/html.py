@@ -16,8 +16,8 @@ class Html(str):
 
 
 def text(value: object) -> Html:
-    """Escape any value to text."""
-    return Html(_escape.escape(str(value), quote=True))
+    """Escape any value to text; halves of characters, which no page can hold, become question marks."""
+    return Html(_escape.escape(str(value), quote=True).encode("utf-8", "replace").decode())
 
 
 _BLOCKS = frozenset({"div", "details", "table", "body"})

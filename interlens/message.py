@@ -78,6 +78,8 @@ class Message:
             raise ValueError(f"a message needs an author's name, got {self.author!r}")
         if not isinstance(self.content, str):
             raise TypeError(f"the content of a message is text, got {type(self.content).__name__}")
+        if not isinstance(self.metadata.get("to"), list | tuple | None):
+            raise TypeError(f'metadata["to"] is a list of names, got {self.metadata["to"]!r}')
         if self.token_ids is not None:
             object.__setattr__(self, "token_ids", tuple(int(i) for i in self.token_ids))
 

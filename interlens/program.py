@@ -11,7 +11,7 @@ from typing import Any
 from interlens import stop, templating
 from interlens.chat.context import policy_of
 from interlens.chat.view import Entry, View
-from interlens.dialogue import Dialogue, edited
+from interlens.dialogue import Course, Dialogue, edited
 from interlens.errors import ContextOverflow, ParticipantError
 from interlens.hooks import Review, TurnHook, reviewer, run_review
 from interlens.interp.capture import Capture
@@ -112,6 +112,9 @@ def take(
     cap = min((c for c in caps if c is not None), default=None)
     if cap is not None and cap < 1:
         raise ValueError(f"{speaker.name}'s turn may generate {cap} tokens; a turn needs at least one")
+    course = Course(len(conv.transcript))
+    if conv.course is not None:
+        conv.course[path] = course
     attempt = conv.attempts_here(speaker.name)
     turn = situation(conv, speaker, path, replace(options, cap=cap), purpose="turn", draw=attempt)
     hooks = turn_hooks(conv, speaker)
@@ -131,6 +134,7 @@ def take(
         )
         if review.verdict == "deny":
             conv.note_denied(message, review.reason)
+            course.denied = True
             return None
         if review.verdict == "edit" and review.content is not None:
             message = edited(message, review.content, review.reason)
@@ -139,11 +143,13 @@ def take(
         after = yield Call(fn=hook.after, args=args, path=f"{path}/after/{number}", replay="again")
         if after is None:
             conv.note_denied(message, f"denied by {type(hook).__name__}")
+            course.denied = True
             return None
         if not isinstance(after, Message):
             raise TypeError(f"{type(hook).__name__}.after returns a message or None; got {after!r}")
         message = after
     conv.commit(message)
+    course.said = len(conv.transcript) - 1
     return message
 
 

@@ -88,10 +88,12 @@ class Transcript:
     def cut(self, length: int) -> None:
         """Keep the first `length` messages."""
         del self._messages[length:]
+        self.shown = None
 
     def replace(self, index: int, message: Message) -> None:
         """Put another message in the place of one."""
         self._messages[index] = message
+        self.shown = None
 
     def pretty(self) -> str:
         """The whole exchange as text for a terminal."""

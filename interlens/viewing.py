@@ -138,7 +138,7 @@ class Viewing(Dialogue):
 
     def chat(self, seat: str | None = None) -> Any:
         """A widget in which a person talks with the participants, from the seat of a `HumanParticipant`, or
-        under a name of their own (the moderator's).
+        under a name of their own (the moderator's). While they answer, the conversation is the widget's.
         """
         from interlens.notebook.panels import chat
 

@@ -100,7 +100,7 @@ class TrajectoryRunner:
     def hook(self, *what: Any, steps: Any = None, player: str | None = None) -> "TrajectoryRunner":
         """A runner whose model is looked into, or changed inside, in these steps (a number, a slice; `None`
         for all): `runner.hook(Capture("resid_post", layers=[12]), steps=slice(0, 3))`. Of several players
-        all, unless one is named.
+        all, unless one is named; `steps` counts the actions of all of them.
         """
         if player is not None:
             self.conversation.participant(player)

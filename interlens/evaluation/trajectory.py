@@ -35,10 +35,8 @@ class Step:
         return self.message.content
 
 
-def noted(message: Message, result: StepResult, *, forced: bool = False, alone: bool = False) -> Message:
-    """The message of an action with what came of it; `alone` if the environment alone hears it, and not the
-    other players.
-    """
+def noted(message: Message, result: StepResult, *, forced: bool = False) -> Message:
+    """The message of an action with what came of it."""
     kept = {
         "signals": [[s.name, s.value, s.kind] for s in result.signals],
         "terminated": bool(result.terminated),
@@ -47,8 +45,7 @@ def noted(message: Message, result: StepResult, *, forced: bool = False, alone: 
     }
     if forced:
         kept["forced"] = True
-    heard: dict[str, Any] = {"to": []} if alone else {}
-    return message.with_(metadata={**message.metadata, **heard, STEP: kept})
+    return message.with_(metadata={**message.metadata, STEP: kept})
 
 
 @dataclass(eq=False)

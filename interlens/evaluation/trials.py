@@ -126,12 +126,14 @@ class Trials(Lineup):
             message = yield from self._act(conv, seen.player, k, start, stop.budgets_in(until))
             if message is None:
                 return "limit", "denied"
+            if len(conv.recipe.participants) > 1:  # from now on: a step may fail
+                message = message.with_(metadata={**message.metadata, "to": []})
+                conv.transcript.replace(len(conv.transcript) - 1, message)
             given = (environment, live.state, message.content)
             result, seen = yield Call(fn=_stepped, args=given, path=f"step/{k}", replay="again")
             live.state = result.state
-            forced, alone = k < len(start.said), len(conv.recipe.participants) > 1
             conv.transcript.replace(
-                len(conv.transcript) - 1, noted(message, result, forced=forced, alone=alone)
+                len(conv.transcript) - 1, noted(message, result, forced=k < len(start.said))
             )
             if result.terminated or result.truncated:
                 return ("done", "terminated") if result.terminated else ("limit", "truncated")
@@ -154,7 +156,8 @@ class Trials(Lineup):
 
     def record(self, live: Any) -> Record:
         """The conversation; what came of each action is in its messages."""
-        return super().record(live.conversation) | {"task": live.task}
+        system = live.conversation.recipe.shared_system_prompt
+        return super().record(live.conversation) | {"task": live.task, "system": system}
 
     def activations(self, live: Any) -> Activations:
         """What its turns captured."""
@@ -163,6 +166,8 @@ class Trials(Lineup):
     def restore(self, record: Record, activations: Activations | None = None) -> Trajectory:
         """The trajectory as it ended; the environment's state is not kept."""
         conv: Any = self.restored(record, activations)
+        if (system := record.get("system")) is not None:  # what the environment said as system is in it
+            conv.recipe = conv.recipe.changed(shared_system_prompt=system)
         error = record.get("error")
         live = Trajectory(
             id=record["id"],

@@ -121,6 +121,8 @@ class Activations:
     """What turns captured; looked up by participant, turn, site and layer."""
 
     items: list[Activation] = field(default_factory=list)
+    kept: Any = field(default=None, repr=False, compare=False)
+    """The run folder and the job that these are of, where they were read from one."""
 
     def __len__(self) -> int:
         return len(self.items)

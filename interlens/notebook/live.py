@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from interlens import html
+from interlens.dialogue import Course
 from interlens.hosted import APIParticipant
 from interlens.message import Message
 from interlens.runner.progress import in_notebook
@@ -39,7 +40,7 @@ def attend(conv: Any, asking: Any, show: bool | None) -> Any:
     """
     wanted = _LIVE.get() if show is None else show
     view: _View = (_Cell(conv) if in_notebook() else _Terminal(conv)) if wanted else _View(conv)
-    conv.draft = None
+    conv.draft, conv.course = None, view.course
     listens = wanted or not any(isinstance(p, APIParticipant) for p in conv.recipe.participants)
     try:
         return scheduler().ask(asking, on_delta=view.tell if listens else None)
@@ -47,62 +48,55 @@ def attend(conv: Any, asking: Any, show: bool | None) -> Any:
         conv.draft = view.draft()
         raise
     finally:
+        conv.course = None
         view.close()
 
 
 class _View:
     """Knows whose words are coming, and of which turn. A turn is over when words of another come: they may be
-    told long after the turn was committed.
+    told long after it was committed, so what became of it is looked up.
     """
 
     def __init__(self, conv: Any) -> None:
         self.conv = conv
-        self.turn: tuple[str, str] = ("", "")
-        self.text = ""
+        self.course: dict[str, Course] = {}
+        self.speaker, self.path, self.text = "", "", ""
         self.seen = len(conv.transcript)
         """Messages that are shown, or were there before."""
-        self.denied = len(conv.denied)
-
-    @property
-    def speaker(self) -> str:
-        """Whose words are coming."""
-        return self.turn[0]
 
     def tell(self, speaker: str, path: str, text: str) -> None:
         """Take words; what a context policy asks is nobody's turn."""
         if "/summary/" in path:
             return
-        turn = speaker, "/".join(path.split("/")[:2])
-        if turn != self.turn:
+        turn = "/".join(path.split("/")[:2])
+        if turn != self.path:
             self.settle()
-            self.turn, self.text = turn, ""
+            if turn in self.course:
+                self.catch_up(self.course[turn].began)
+            self.speaker, self.path, self.text = speaker, turn, ""
         self.text += text
         self.show()
 
     def settle(self) -> None:
-        """The turn whose words came is over: show what became of it, and what was said before it by those
-        whose words do not come in pieces.
-        """
-        if not self.text:
+        """The turn whose words came is over: show what became of it, if anything did."""
+        course = self.course.get(self.path)
+        if not self.text or course is None:
             return
-        denied = self.conv.denied[self.denied :]
-        if any(d["after"] == self.seen and d["author"] == self.speaker for d in denied[:1]):
-            self.denied += 1
+        if course.denied:
+            self.denied()
+        elif course.said is not None:
+            self.catch_up(course.said)
+            self.final(self.conv.transcript[course.said])
+            self.seen = course.said + 1
         else:
-            coming = self.conv.transcript[self.seen :]
-            own = next((i for i, m in enumerate(coming) if m.author == self.speaker), None)
-            if own is None:
-                return
-            self._commit(own + 1)
+            return
         self.text = ""
 
-    def _commit(self, n: int) -> None:
-        for message in self.conv.transcript[self.seen : self.seen + n]:
-            if message.author != self.speaker:
-                self.aside(message)
-            else:
-                self.final(message)
-        self.seen += n
+    def catch_up(self, until: int) -> None:
+        """Show the messages before this one that are not shown."""
+        for message in self.conv.transcript[self.seen : until]:
+            self.aside(message)
+        self.seen = max(self.seen, until)
 
     def draft(self) -> Message | None:
         """What was said of a turn that did not come to its end."""
@@ -112,15 +106,16 @@ class _View:
     def close(self) -> None:
         """Show what is left."""
         self.settle()
-        for message in self.conv.transcript[self.seen :]:
-            self.aside(message)
-        self.seen = len(self.conv.transcript)
+        self.catch_up(len(self.conv.transcript))
 
     def show(self) -> None:
         """Show the words so far."""
 
     def final(self, message: Message) -> None:
         """Show a whole turn in place of its words so far."""
+
+    def denied(self) -> None:
+        """Show that the turn was denied."""
 
     def aside(self, message: Message) -> None:
         """Show a message none of whose words came."""
@@ -137,10 +132,12 @@ class _Terminal(_View):
         self._write(self.text[self.shown :])
         self.shown, self.any = len(self.text), True
 
-    def settle(self) -> None:
-        super().settle()
-        if not self.text:
-            self.shown = 0
+    def final(self, message: Message) -> None:
+        self.shown = 0
+
+    def denied(self) -> None:
+        self._write(" (denied)")
+        self.shown = 0
 
     def aside(self, message: Message) -> None:
         self._write(("\n\n" if self.any else "") + f"{message.author}: {message.content}")
@@ -170,18 +167,15 @@ class _Cell(_View):
         if time.monotonic() - self.last < EVERY or grown * GROWTH < len(self.text):
             return
         self.last, self.shown = time.monotonic(), len(self.text)
-        self._put(html.said(self.speaker, self.text, self._place(self.speaker), "· speaking"))
-
-    def settle(self) -> None:
-        text = self.text
-        super().settle()
-        if text and not self.text and self.handle is not None:  # denied
-            self._put(html.said(self.speaker, text, self._place(self.speaker), "· denied"))
-            self.handle = None
+        self._put(self._said("· speaking"))
 
     def final(self, message: Message) -> None:
         self._put(self._picture(message))
-        self.handle, self.shown, self.last = None, 0, 0.0
+        self._done()
+
+    def denied(self) -> None:
+        self._put(self._said("· denied; not part of the transcript"))
+        self._done()
 
     def aside(self, message: Message) -> None:
         before, self.handle = self.handle, None
@@ -192,8 +186,13 @@ class _Cell(_View):
         super().close()
         self.conv.transcript.shown = this_cell(), self.seen
         if self.text:
-            note = "· broken off; not part of the transcript"
-            self._put(html.said(self.speaker, self.text, self._place(self.speaker), note))
+            self._put(self._said("· broken off; not part of the transcript"))
+
+    def _done(self) -> None:
+        self.handle, self.shown, self.last = None, 0, 0.0
+
+    def _said(self, note: str) -> html.Html:
+        return html.said(self.speaker, html.clipped(self.text), self._place(self.speaker), note)
 
     def _picture(self, message: Message) -> html.Html:
         place = self._place(message.author)

@@ -13,10 +13,10 @@ from traitlets import Bool, Dict, Float, Int, List, Unicode
 from interlens import html
 from interlens.hosted import APIParticipant
 from interlens.interp.directions import Direction
-from interlens.interp.edits import Steer
+from interlens.interp.edits import Edit, Steer
 from interlens.interp.sites import decoder_layers
 from interlens.message import Message, sound
-from interlens.models import ModelParticipant
+from interlens.models import SAMPLING, ModelParticipant
 from interlens.notebook.widgets import Widget, block, entries
 from interlens.participants import HumanParticipant, Participant
 
@@ -30,7 +30,7 @@ class Panel(Widget):
 
     def __init__(self, **traits: Any) -> None:
         self._stop, self._thread = threading.Event(), threading.Thread()
-        self._lock = threading.Lock()
+        self._lock, self._running = threading.Lock(), False
         super().__init__(**traits)
         self.on_msg(lambda widget, content, buffers: self._told(content))
 
@@ -41,10 +41,10 @@ class Panel(Widget):
     def _begin(self, work: Callable[[], None]) -> bool:
         """Run this, unless something runs; `False` if it does."""
         with self._lock:
-            if self.busy:
+            if self._running:
                 return False
-            self.busy, self.error = True, ""
-            self._stop.clear()
+            self._running = True
+        self._stop.clear()
 
         def run() -> None:
             try:
@@ -52,10 +52,16 @@ class Panel(Widget):
             except Exception as error:
                 self.error = sound(f"{type(error).__name__}: {error}")
             finally:
+                self._running = False
                 self.busy = False
 
-        self._thread = threading.Thread(target=run, daemon=True, name="interlens-panel")
-        self._thread.start()
+        try:
+            self.busy, self.error = True, ""
+            self._thread = threading.Thread(target=run, daemon=True, name="interlens-panel")
+            self._thread.start()
+        except BaseException:
+            self._running = False
+            raise
         return True
 
     def stop(self) -> None:
@@ -66,7 +72,7 @@ class Panel(Widget):
         """Wait until nothing runs; `False` if it took too long."""
         if self._thread.ident is not None:
             self._thread.join(timeout)
-        return not self.busy
+        return not self._running
 
     def _heard(self, pieces: Iterator[str]) -> Iterator[str]:
         """Text so far, until it ends or is stopped."""
@@ -103,17 +109,15 @@ class Steering(Panel):
         if not isinstance(who, ModelParticipant) or isinstance(who, APIParticipant):
             kind = type(who).__name__
             raise TypeError(f"{who.name} is answered by {kind}: only a local model can be steered")
-        said = [i for i, m in enumerate(conv.transcript) if m.author == who.name]
-        if turn is not None and not -len(said) <= turn < len(said):
-            raise LookupError(f"turn {turn} of {who.name} was asked for, of {len(said)}")
+        place, before = _turn_of(conv, who, turn)
         self._directions = dict(directions)
-        self._conv, self._who = conv, who
-        place = said[turn if turn is not None else -1] if said else None
+        self._who = who
+        known = before.metadata.get("sampling", {}) if before is not None else {}
+        self._as_it_was = {k: v for k, v in known.items() if k in SAMPLING or k == "max_new_tokens"}
         self._base = conv.branch() if place is None else conv.branch_before(place)
         first = next(iter(self._directions.values()))
         depth = len(decoder_layers(who.model))
         layer = getattr(first, "layer", None)
-        before = conv.transcript[place] if place is not None else None
         super().__init__(
             kind="steering",
             name=f"{who.name}, {before.note.removeprefix('· ') if before is not None else 'the next turn'}",
@@ -159,9 +163,14 @@ class Steering(Panel):
     def _take(self, side: str, edits: tuple[Steer, ...], note: str = "") -> Message | None:
         branch = self._base.branch()
         so_far = NOBODY | {"author": self._who.name, "note": note or "· speaking"}
-        for text in self._heard(branch.stream(self._who, steer=edits)):
-            setattr(self, side, so_far | {"content": sound(text)})
-        if len(branch.transcript) == len(self._base.transcript):  # stopped, or denied by a hook
+        try:
+            for text in self._heard(branch.stream(self._who, steer=edits, **self._as_it_was)):
+                so_far |= {"content": sound(text)}
+                setattr(self, side, so_far)
+        finally:
+            if len(branch.transcript) == len(self._base.transcript):  # stopped, failed, or denied by a hook
+                setattr(self, side, so_far | {"note": "· broken off"})
+        if len(branch.transcript) == len(self._base.transcript):
             return None
         message: Message = branch.transcript[-1]
         setattr(self, side, self._shown(message) | ({"note": f"{note} {message.note}"} if note else {}))
@@ -179,6 +188,26 @@ class Steering(Panel):
         style = "padding:0 16px 0 0;text-align:left;vertical-align:top;width:50%"
         cells = html.tag("tr", *(html.tag("td", side, style=style) for side in sides))
         return html.tag("div", html.tag("b", self.name), html.tag("table", cells))
+
+
+def _turn_of(conv: Any, who: Participant, turn: int | None) -> tuple[int | None, Message | None]:
+    """The place and the message of one of a speaker's turns; `None` where it has not spoken yet."""
+    said = [i for i, m in enumerate(conv.transcript) if m.author == who.name]
+    if not said and turn is None:
+        return None, None
+    if not -len(said) <= (turn or 0) < len(said):
+        raise LookupError(f"turn {turn} of {who.name} was asked for, of {len(said)}")
+    place = said[-1 if turn is None else turn]
+    message = conv.transcript[place]
+    if message.token_ids is None or message.metadata.get("edited"):
+        raise ValueError(f"message {place} is not what {who.name}'s model said: say which turn, turn=…")
+    hooked = any(isinstance(h.what, Edit) and h.speaker in (None, who.name) for h in conv.recipe.hooks)
+    if message.edits and not hooked:
+        raise ValueError(
+            f"message {place} was said under an edit of its own (step(steer=…)), which would not be made "
+            f"again: choose a turn that was not"
+        )
+    return place, message
 
 
 def steering(conv: Any, direction: Any, speaker: Any, turn: int | None) -> Steering:
@@ -210,7 +239,8 @@ class Chat(Panel):
 
     def say(self, text: str) -> bool:
         """Say something from the seat, and let the others answer; `False` while they speak."""
-        if self.busy:
+        if self._running:
+            self.error = "they are speaking: what you said was not heard; say it again"
             return False
         self.conv.say(self.seat, text)
         self._show()
@@ -231,12 +261,15 @@ class Chat(Panel):
 
     def _answer(self) -> None:
         others = [p for p in self.conv.recipe.participants if not self._seated(p)]
-        for _ in others:
-            who = self._next()
-            if self._seated(who) or self._stop.is_set():
-                break
-            self._turn(who)
-        self.draft = NOBODY
+        try:
+            for _ in others:
+                who = self._next()
+                if self._seated(who) or self._stop.is_set():
+                    break
+                self._turn(who)
+        finally:
+            self.draft = NOBODY
+            self._show()
 
     def _next(self) -> Participant:
         policy = self.conv.recipe.next_speaker
@@ -256,7 +289,9 @@ class Chat(Panel):
         self._show()
 
     def _show(self) -> None:
-        self.messages = entries(list(self.conv.transcript), self.conv.transcript.places())
+        people = [p.name for p in self.conv.recipe.participants]
+        seen = [m for m in self.conv.transcript if self.seat not in people or m.heard_by(self.seat)]
+        self.messages = entries(seen, self.conv.transcript.places())
 
     def static(self) -> html.Html:
         """The transcript."""

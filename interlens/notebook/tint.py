@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from interlens import crossing, html
 from interlens.chat.view import View
 from interlens.engine.text import Text
-from interlens.interp.capture import Activations, Capture, vector_of
+from interlens.interp.capture import Activation, Activations, Capture, vector_of
 from interlens.interp.directions import Direction
 from interlens.interp.probes import Probe
-from interlens.message import sound
+from interlens.message import Message, sound
 from interlens.models import ModelParticipant
 
 if TYPE_CHECKING:
@@ -208,26 +208,53 @@ def captured(
     if len(places) != 1:
         told = ", ".join(places) or "none"
         raise ValueError(f"tint takes activations of one site and layer, and there are {told}: query one")
+    found: dict[int, dict[int, float]] = {}
     spoken = {
         (m.author, m.metadata.get("turn")): i
         for i, m in enumerate(conv.transcript)
         if m.prompt_ids is not None and m.metadata.get("content_ids") is not None
     }
-    found = {}
     for a in acts:
-        if (i := spoken.get((a.participant, a.turn))) is not None:
+        i = spoken.get((a.participant, a.turn))
+        same = conv.kept is not None and conv.kept == acts.kept
+        if i is None or not (same or _is_of(conv.transcript[i], a)):
+            continue
+        numbers = dict(zip(a.positions, _numbers(a, along, norms), strict=True))
+        mine = found.setdefault(i, {})
+        if any(p in mine and mine[p] != numbers[p] for p in numbers):
             m = conv.transcript[i]
-            begin, end = (len(m.prompt_ids) + at for at in m.metadata["content_ids"])
-            numbers = dict(zip(a.positions, _numbers(a.tensor, along, norms), strict=True))
-            if any(p in numbers for p in range(begin, end)):
-                found[i] = _generated(conv, i, [numbers.get(p) for p in range(begin, end)])
-    if not found:
+            raise ValueError(
+                f"{m.author}'s turn {a.turn} was captured more than once, with other numbers: these are "
+                f"activations of several conversations or attempts; take those of one"
+            )
+        mine |= numbers
+    shades = {}
+    for i, numbers in found.items():
+        m = conv.transcript[i]
+        begin, end = (len(m.prompt_ids) + at for at in m.metadata["content_ids"])
+        if any(p in numbers for p in range(begin, end)):
+            shades[i] = _generated(conv, i, [numbers.get(p) for p in range(begin, end)])
+    if not shades:
         raise LookupError("these activations hold no position of any words of this conversation's turns")
-    return _tinted(conv, found, name or f"projection at {places[0]}")
+    return _tinted(conv, shades, name or f"projection at {places[0]}")
 
 
-def _numbers(tensor: Any, along: Any, norms: bool) -> list[float]:
+def _is_of(m: Message, a: Activation) -> bool:
+    """Whether a message's turn captured this, and not a sample or another attempt at the same turn."""
+    return any(x is a or _same(x, a) for x in m.activations or ())
+
+
+def _same(x: Activation, y: Activation) -> bool:
+    """Whether two were captured alike, number for number."""
+    alike = (x.site, x.layer, x.positions, x.reduce) == (y.site, y.layer, y.positions, y.reduce)
+    return alike and x.tensor.shape == y.tensor.shape and bool((x.tensor == y.tensor).all())
+
+
+def _numbers(a: Activation, along: Any, norms: bool) -> list[float]:
     """One number a position."""
+    tensor = a.tensor
+    if len(tensor) != len(a.positions):
+        raise ValueError(f"a mean ({a.reduce!r} over {len(a.positions)} positions) has no number for a token")
     if along is not None:
         v = vector_of(along)
         tensor = tensor.float() @ (v / v.norm())
@@ -252,7 +279,11 @@ def _read(conv: Any, by: Direction | Probe, reader: Any) -> dict[int, Shades]:
     probe = by if isinstance(by, Probe) else None
     capture = Capture(by.site, layers=by.layer, reduce=None if probe else by)
     found: dict[int, Shades] = {}
-    for who in _readers(conv, reader):
+    readers = _readers(conv, reader)
+    if len({who.identity() for who in readers}) > 1:
+        names = ", ".join(who.name for who in readers)
+        raise ValueError(f"{names} are different models: a direction is one model's, say whose by reader=")
+    for who in readers:
         view = conv.view(who.name)
         for r in crossing.readings(conv, capture, [who.name]):
             if r.message not in found or r.author == who.name:  # its author's model goes before others
@@ -273,11 +304,14 @@ def _readers(conv: Any, reader: Any) -> list[ModelParticipant]:
 def _seen(
     conv: Any, view: View, who: ModelParticipant, i: int, positions: Sequence[int], values: Any
 ) -> Shades:
-    """A message's tokens as they are in a view, with numbers."""
+    """A message's tokens as they are in a view, with numbers; position 0 has none."""
     m = conv.transcript[i]
-    words = pieces(who.tokenizer, [view.ids[p] for p in positions])
-    numbers = tuple(float(x) for x in values)
-    return Shades(message=i, author=m.author, tokens=words, values=numbers, note=m.note)
+    numbers = {p: float(x) for p, x in zip(positions, values, strict=True)}
+    content = (range(a, b) for a, b, s in view.spans() if s.message == i and s.part == "content")
+    places = [p for one in content for p in one if p in numbers or p == 0]
+    words = pieces(who.tokenizer, [view.ids[p] for p in places])
+    shown = tuple(numbers.get(p) for p in places)
+    return Shades(message=i, author=m.author, tokens=words, values=shown, note=m.note)
 
 
 def _over_view(conv: Any, values: Any, reader: Any) -> dict[int, Shades]:
@@ -295,18 +329,24 @@ def _over_view(conv: Any, values: Any, reader: Any) -> dict[int, Shades]:
 
 
 def _given(conv: Any, values: Mapping[Any, Any], reader: Any) -> dict[int, Shades]:
-    """By a number for each token of some messages."""
-    found: dict[int, Shades] = {}
+    """By a number for each token of some messages: as its author's model counts them, where it has one, or
+    else the first that sees the message.
+    """
+    seen: dict[int, tuple[ModelParticipant, View, Any]] = {}
     for who in _readers(conv, reader):
         view = conv.view(who.name)
         for i, author, at in crossing.contents(view):
-            if i in values and (i not in found or author == who.name):
-                numbers = list(values[i])
-                if len(numbers) != len(at):
-                    raise ValueError(
-                        f"message {i} has {len(at)} tokens in {who.name}'s view; {len(numbers)} numbers came"
-                    )
-                found[i] = _seen(conv, view, who, i, at, numbers)
-    if missing := [i for i in values if i not in found]:
-        raise LookupError(f"message {missing[0]} is in no view here, of {len(conv.transcript)} messages")
+            if i not in seen or author == who.name:
+                seen[i] = who, view, at
+    found = {}
+    for i, given in values.items():
+        if i not in seen:
+            raise LookupError(f"message {i} is in no view here, of {len(conv.transcript)} messages")
+        who, view, at = seen[i]
+        numbers = list(given)
+        if len(numbers) != len(at):
+            raise ValueError(
+                f"message {i} has {len(at)} tokens in {who.name}'s view; {len(numbers)} numbers came"
+            )
+        found[i] = _seen(conv, view, who, i, at, numbers)
     return found

@@ -24,6 +24,10 @@ MOST_NUMBERS = 4_000_000
 WORDS = 5_000
 """Up to so many jobs their words and analyses are read, to be searched and sorted by."""
 PAGE = 50
+OWN = ("job", "outcome", "tokens", "analysis_failed", "odd", "attempts")
+"""What is known of a job beside its analysis."""
+WORDS_OF = ""
+"""Where a job's words are among its facts: a name that no analysis has."""
 
 
 class Widget(anywidget.AnyWidget):
@@ -133,8 +137,12 @@ def explore(conv: Any, acts: Activations, along: Any) -> Explore:
     layers = sorted({a.layer for a in acts})
     what = "h·u" if along is not None or any(a.tensor.shape[-1] == 1 for a in acts) else "norm"
     tinted = {
-        n: captured(conv, Activations([a for a in acts if a.layer == n]), along, norms=True) for n in layers
+        n: captured(conv, Activations([a for a in acts if a.layer == n], acts.kept), along, norms=True)
+        for n in layers
     }
+    sizes = {tuple(len(s.tokens) for s in t.shades) for t in tinted.values()}
+    if len(sizes) > 1:
+        raise ValueError("some turns were captured in other layers than others: explore those of one kind")
     return Explore(tinted, conv.transcript.places(), f"{sites[0]}, {what}")
 
 
@@ -162,7 +170,7 @@ class Browse(Widget):
         self._report = report
         self._deep = len(report.results) <= WORDS
         self._facts = _facts(report, self._deep)
-        own = list(dict.fromkeys(k for fact in self._facts for k in fact if k != "words"))
+        own = list(dict.fromkeys(k for fact in self._facts for k in fact if k != WORDS_OF))
         self._listed: list[dict[str, Any]] = []
         super().__init__(
             kind="browse",
@@ -193,10 +201,12 @@ class Browse(Widget):
             fact
             for fact in self._facts
             if (not self.outcome or _fits(fact, self.outcome))
-            and (not text or text in fact["job"].casefold() or text in fact.get("words", ""))
+            and (not text or text in fact["job"].casefold() or text in fact.get(WORDS_OF, ""))
         ]
         if self.sort:
-            found.sort(key=lambda fact: _order(fact.get(self.sort)), reverse=self.descending)
+            known = [fact for fact in found if _known(fact.get(self.sort))]
+            known.sort(key=lambda fact: _order(fact[self.sort]), reverse=self.descending)
+            found = [*known, *(fact for fact in found if not _known(fact.get(self.sort)))]
         self._listed = found
         last = max(0, (len(found) - 1) // PAGE)
         with self.hold_trait_notifications():
@@ -207,15 +217,19 @@ class Browse(Widget):
             self.rows = [[fact.get(name) for name in self.columns] for fact in shown]
 
     def _read(self) -> None:
-        result: RunResult | None = self._report.results.get(self.selected)
+        try:
+            self.transcript = self._words(self._report.results.get(self.selected))
+        except OSError as error:
+            self.transcript = {"title": f"cannot be read: {error}", "messages": [], "notes": []}
+
+    def _words(self, result: RunResult | None) -> dict[str, Any]:
         if result is None:
-            self.transcript = {"title": f"there is no job {self.selected}", "messages": [], "notes": []}
-            return
+            return {"title": f"there is no job {self.selected}", "messages": [], "notes": []}
         places = result.transcript.places()
         notes = [] if result.analysis is None else [f"analysis: {sound(str(result.analysis))}"]
         notes += [sound(result.error)] if result.error is not None else []
         blocks = [block(m, places[m.author]) for m in result.transcript]
-        self.transcript = {"title": repr(result), "messages": blocks, "notes": notes}
+        return {"title": repr(result), "messages": blocks, "notes": notes}
 
     def static(self) -> html.Html:
         """The report's own picture."""
@@ -234,12 +248,16 @@ def _facts(report: Any, deep: bool) -> list[dict[str, Any]]:
         if kind.attempts > 1:
             fact["attempts"] = kind.attempts
         facts.append(fact)
-    if deep:
-        for fact, result in zip(facts, report.results.values(), strict=True):
-            analysis = result.analysis
-            named = analysis if isinstance(analysis, Mapping) else {"analysis": analysis}
-            fact |= {str(k): v for k, v in named.items() if isinstance(v, str | int | float | bool)}
-            fact["words"] = "\n".join(m["content"] for m in result.record["transcript"]).casefold()
+    for fact, result in zip(facts, report.results.values() if deep else (), strict=deep):
+        analysis = result.analysis
+        named = analysis if isinstance(analysis, Mapping) else {"analysis": analysis}
+        for key, value in named.items():
+            if isinstance(value, str | int | float | bool):
+                name = sound(str(key))
+                fact[f"analysis.{name}" if name in OWN else name] = (
+                    sound(value) if isinstance(value, str) else value
+                )
+        fact[WORDS_OF] = "\n".join(m["content"] for m in result.record["transcript"]).casefold()
     return facts
 
 
@@ -247,10 +265,12 @@ def _fits(fact: Mapping[str, Any], outcome: str) -> bool:
     return bool(fact["outcome"] == outcome or (outcome == "analysis_failed" and fact.get(outcome)))
 
 
+def _known(value: Any) -> bool:
+    return value is not None and value == value
+
+
 def _order(value: Any) -> tuple[int, Any]:
-    """Numbers before words, what is missing last."""
-    if value is None or value != value:
-        return 2, ""
+    """Numbers before words."""
     return (0, value) if isinstance(value, int | float) else (1, str(value))
 
 

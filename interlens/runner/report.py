@@ -252,6 +252,12 @@ class RunReport:
         return f"RunReport({len(self)} jobs: {', '.join(parts)})"
 
     def _repr_html_(self) -> str:
+        try:
+            return self._picture()
+        except OSError as error:  # a picture says what is wrong, it does not fail
+            return html.tag("div", html.tag("b", repr(self)), html.tag("p", f"cannot be read: {error}"))
+
+    def _picture(self) -> html.Html:
         failed = self.failed[:10]
         others = (job for job in self.results if job not in failed)
         shown = [self.results[job] for job in [*failed, *itertools.islice(others, 20 - len(failed))]]

@@ -51,6 +51,9 @@ class RunResult:
             live = self._restore(record | {"analyses": analyses})
             if self._folder is None:
                 self._live = live
+            else:
+                conv: Any = getattr(live, "conversation", live)
+                conv.kept = self._folder, self.id
             return live
         return self._live
 
@@ -145,10 +148,12 @@ class RunResult:
     def activations(self) -> Activations:
         """What the conversation's turns captured."""
         if self._live is not None:
-            found = [m.activations for m in self._live.transcript if m.activations is not None]
-            return Activations([a for acts in found for a in acts])
+            caught = [m.activations for m in self._live.transcript if m.activations is not None]
+            return Activations([a for acts in caught for a in acts])
         path = activation_file(self._folder, self.id) if self._folder is not None else None
-        return Activations.load(path) if path is not None and path.exists() else Activations()
+        found = Activations.load(path) if path is not None and path.exists() else Activations()
+        found.kept = self._folder, self.id
+        return found
 
     @property
     def activation_index(self) -> Activations:

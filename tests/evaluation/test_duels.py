@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from interlens import AutoModelParticipant, Capture
+from interlens import AutoModelParticipant, Capture, Message
 from interlens.backends import HuggingFaceBackend, ScriptedBackend
 from interlens.evaluation import Environment, Signal, StepResult, TextArena, TrajectoryRunner
 from interlens.evaluation.runner import SegmentedTrajectoryRunner
@@ -295,3 +295,54 @@ def test_nonsense_ends_a_game_and_harms_nobody(name: str):
     one, two = once(), once()
     assert one.outcome in ("done", "limit"), one.error
     assert [m.identity() for m in one.transcript] == [m.identity() for m in two.transcript]
+
+
+# -- what a review found
+
+
+def test_a_move_that_fails_stays_with_its_player():
+    class Picky(Nim):
+        def step(self, state: Heap, action: str) -> StepResult:
+            if "slowly" in action:
+                raise RuntimeError("too slow")
+            return super().step(state, action)
+
+    [found] = TrajectoryRunner(Picky(), {"ana": perfect(), "ben": greedy()}).run_batch([2])
+    assert found.outcome == "failed"
+    assert found.transcript[-1].content == "1 slowly"
+    assert not any("slowly" in m["content"] for m in found.conversation.view("ana").messages)
+
+
+def test_a_trajectory_from_a_folder_sees_what_it_saw(tmp_path: Path):
+    """An environment's system text is part of the view, of what is projected, and of a later analysis."""
+
+    class Told(Nim):
+        players = 1
+
+        def messages(self, state: Heap) -> list[dict[str, Any]]:
+            system = [{"role": "system", "content": f"Heap {state.left}."}] if not state.last else []
+            return [*system, {"role": "user", "content": f"{state.left} are left."}]
+
+        def step(self, state: Heap, action: str) -> StepResult:
+            return StepResult(state=replace(state, left=state.left - 1, last="x"), terminated=state.left < 5)
+
+    def views(trajectory: Any) -> tuple[int, ...]:
+        return tuple(trajectory.conversation.view("model").ids)
+
+    def runner() -> TrajectoryRunner:
+        return TrajectoryRunner(Told(), HuggingFaceBackend(*tiny(), name="tiny"), {"max_tokens": 4}, "Play.")
+
+    live = runner().run_batch([1])[0]
+    kept = runner().run_batch([1], out_dir=tmp_path)[0]
+    assert "Play.\n\nHeap 6." in kept.conversation.view("model").text
+    assert views(kept) == views(live)
+    for message in kept.transcript:
+        if message.prompt_ids is not None:
+            assert views(kept)[: len(message.prompt_ids)] == message.prompt_ids
+    [later] = runner().analyzer(size=lambda t: len(views(t))).run_batch([1], out_dir=tmp_path, extend=True)
+    assert later.analysis == {"size": len(views(live))}
+
+
+def test_to_is_a_list():
+    with pytest.raises(TypeError, match="a list of names, got 'bob'"):
+        Message("a", "x", metadata={"to": "bob"})

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import interlens
-from interlens import AutoModelParticipant, Conversation, FunctionParticipant, ScriptedParticipant
+from interlens import AutoModelParticipant, Conversation, FunctionParticipant, ScriptedParticipant, html
 from interlens.notebook import live
 
 
@@ -149,3 +149,84 @@ def test_a_long_stream_sends_little(cell: Display, monkeypatch: pytest.MonkeyPat
     [updates] = cell.handles
     assert 300 < len(updates) < 1500
     assert sum(map(len, updates)) < 2_500_000
+
+
+def order(shown: Display) -> list[str]:
+    """Who is shown, from the top down."""
+    return [u[-1].split("<b>")[1].split("</b>")[0] for u in shown.handles]
+
+
+def test_a_function_is_shown_where_it_spoke(cell: Display):
+    """Its words do not come in pieces: they are shown before what was said after them."""
+    conv = Conversation([FunctionParticipant("f", lambda view: "fixed"), *people("a")])
+    conv.run(5)
+    assert order(cell) == ["f", "a", "f", "a", "f"]
+    assert [u[-1] for u in cell.handles] == [
+        html.said(m.author, m.content, "fa".index(m.author), m.note) for m in conv.transcript
+    ]
+
+
+def test_a_function_is_written_where_it_spoke(capsys):
+    conv = Conversation([FunctionParticipant("f", lambda view: "fixed"), *people("a")])
+    conv.run(4, show=True)
+    assert capsys.readouterr().out == conv.transcript.pretty() + "\n"
+
+
+def test_denied_turns_beside_others_lose_no_letter(cell: Display):
+    """Every other reply of the model is denied; a function speaks between."""
+    verdicts = iter([interlens.approve(), interlens.deny("no")] * 9)
+    said = iter("uvwxyz")
+
+    def hook(message: Any, conv: Any) -> Any:
+        return interlens.approve() if message.author == "f" else next(verdicts)
+
+    conv = Conversation(
+        [FunctionParticipant("f", lambda view: next(said)), *people("a")], message_hooks=[hook]
+    )
+    conv.run(8)
+    kept = [m for m in conv.transcript if m.author == "a"]
+    assert len(kept) == 2
+    assert order(cell) == ["f", "a", "f", "a"] * 2
+    finals = [u[-1] for u in cell.handles]
+    assert ["denied" in x for x in finals] == [False, False, False, True] * 2
+    for denied, shown in zip(conv.denied, (finals[3], finals[7]), strict=True):
+        assert html.text(denied["content"]) in shown
+    assert [html.text(m.content) in x for m, x in zip(kept, (finals[1], finals[5]), strict=True)] == [
+        True
+    ] * 2
+
+
+def test_an_error_after_a_denial_leaves_no_draft():
+    def fails(view: Any) -> str:
+        raise RuntimeError("broken")
+
+    hook = lambda m, c: interlens.deny("no") if m.author == "a" else interlens.approve()  # noqa: E731
+    conv = Conversation([*people("a"), FunctionParticipant("f", fails)], message_hooks=[hook])
+    with pytest.raises(RuntimeError, match="broken"):
+        conv.run(2)
+    assert conv.draft is None
+
+
+def test_a_draft_is_gone_with_what_it_followed():
+    conv = Conversation(people("a"), shared_context="Go.")
+    for forget in (lambda: conv.reset(), lambda: conv.rewind(0), lambda: list(conv.stream("a"))):
+        conv.draft = interlens.Message("a", "half", metadata={"draft": True})
+        forget()
+        assert conv.draft is None
+
+
+def test_a_summary_is_nobodys_turn():
+    [a, s] = people("a", "s")
+    conv = Conversation([a], shared_context="Go.", context_policy=interlens.Summarize(s), context_limit=400)
+    while not conv.memory:  # until something was summed up
+        assert "".join(conv.stream("a")) == conv.transcript[-1].content
+
+
+def test_an_edit_is_not_hidden_by_what_was_streamed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("interlens.transcript.this_cell", lambda: 3)
+    conv = Conversation(people("a"), shared_context="Go.")
+    conv.run(1)
+    conv.transcript.shown = (3, 2)
+    assert "stands above" in conv.transcript._repr_html_()
+    conv.edit(-1, "other words")
+    assert "stands above" not in conv.transcript._repr_html_()

@@ -17,11 +17,13 @@ from interlens import (
     Message,
     Probe,
     ScriptedParticipant,
+    Span,
     Transcript,
     attention,
     html,
 )
 from interlens.notebook.tint import Shades, Tinted, pieces
+from interlens.testing import tiny
 
 
 class Text(HTMLParser):
@@ -190,3 +192,70 @@ def test_fifty_thousand_tokens_are_under_a_megabyte_and_quickly_made(turns: int,
     plain = Transcript(Message("ab"[i % 2], " word" * each) for i in range(turns))
     assert len(plain._repr_html_()) < 1_000_000
     assert tinted.save_html(tmp_path / "all.html").stat().st_size > 1_000_000  # nothing is left out there
+
+
+def test_numbers_of_a_sample_are_not_those_of_the_turn(direction: Direction):
+    [a] = (AutoModelParticipant.from_pretrained("tiny", name=n, max_new_tokens=8) for n in "a")
+    made = Conversation([a], shared_context="Go.")
+    with made.capture(Capture(layers=1, reduce=direction)) as acts:
+        made.sample("a", n=2)
+    made.step("a")
+    with pytest.raises(LookupError, match="hold no position of any words"):
+        made.tint(acts)
+    branch = made.branch_before(1, reseed=5)
+    with branch.capture(Capture(layers=1, reduce=direction)) as others:
+        branch.step("a")
+    with pytest.raises(LookupError, match="hold no position of any words"):
+        made.tint(others)
+
+
+def test_stored_activations_are_those_of_one_job(direction: Direction, tmp_path: Path):
+    [a] = (AutoModelParticipant.from_pretrained("tiny", name=n, max_new_tokens=8) for n in "a")
+    recipe = Conversation([a], shared_context="Go.").hook(Capture(layers=1, reduce=direction)).turns(1)
+    report = recipe.rollout(n=3, out_dir=tmp_path, progress=False)
+    results = list(report.results.values())
+    own = results[1].conversation.tint(results[1].activations)
+    other = results[2].conversation.tint(results[2].activations)
+    assert own.shades[1].values != other.shades[1].values
+    with pytest.raises(LookupError, match="hold no position"):
+        results[1].conversation.tint(results[2].activations)
+
+
+def test_two_captures_of_one_layer_are_both_shown(direction: Direction):
+    [a] = (AutoModelParticipant.from_pretrained("tiny", name=n, max_new_tokens=8) for n in "a")
+    made = Conversation([a], shared_context="Go.")
+    ends = [
+        Capture(layers=1, reduce=direction, span=Span(phase="generated", **{end: 3}))
+        for end in ("first", "last")
+    ]
+    with made.capture(ends[0]) as one, made.capture(ends[1]) as two:
+        made.run(1)
+    one.extend(two)
+    known = [v is not None for v in made.tint(one).shades[1].values]
+    assert known[:3] == [True] * 3
+    assert sum(known) >= 5
+
+
+def test_models_that_differ_have_no_common_direction(direction: Direction):
+    a = AutoModelParticipant.from_pretrained("tiny", name="a", max_new_tokens=4)
+    model, tokenizer = tiny(seed=3)
+    b = AutoModelParticipant.from_model(model, tokenizer, name="b", max_new_tokens=4)
+    made = Conversation([a, b], shared_context="Go.")
+    made.run(2)
+    with pytest.raises(ValueError, match="say whose by reader="):
+        made.tint(direction)
+    assert made.tint(direction, reader="b").shades[2].values[0] is not None
+
+
+def test_a_mean_has_no_number_for_a_token():
+    a = AutoModelParticipant.from_pretrained("tiny", name="a", max_new_tokens=4)
+    made = Conversation([a], shared_context="Go.")
+    with made.capture(Capture(layers=1, reduce="mean")) as acts:
+        made.run(1)
+    with pytest.raises(ValueError, match="has no number for a token"):
+        made.explore(acts)
+
+
+def test_a_half_of_a_character_is_shown_as_a_question_mark():
+    assert html.text("\ud83d!") == "?!"
+    Transcript([Message("a", "x\ud83d")])._repr_html_().encode("utf-8")

@@ -1,6 +1,7 @@
 """Widgets from the Python side: what they show is what is so, and a click does what it says."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from interlens import (
     FunctionParticipant,
     HumanParticipant,
     ScriptedParticipant,
+    Steer,
+    TokenBudget,
+    approve,
     deny,
 )
 from interlens.notebook.widgets import Browse
@@ -316,3 +320,140 @@ def test_the_front_end_makes_no_markup_and_fetches_nothing():
         "srcdoc",
     ):
         assert word not in code, word
+
+
+# -- what a review found
+
+
+def again(conv: Conversation, direction: Direction) -> Any:
+    """The last turn with a push of nothing."""
+    panel = conv.steering(direction, "a")
+    panel.strength = 1e-9
+    panel.generate()
+    assert panel.wait(60)
+    assert panel.error == ""
+    return panel.steered_message
+
+
+def test_a_turn_is_taken_again_as_it_was(direction: Direction):
+    """After a denied attempt, with settings of its own, under a budget."""
+    verdicts = iter([deny("no")])
+    denied = Conversation(
+        people("a"), shared_context="Go.", message_hooks=[lambda m, c: next(verdicts, approve())]
+    )
+    denied.run(2)
+    assert len(denied.denied) == 1
+    own = Conversation(people("a"), shared_context="Go.")
+    own.step("a", temperature=0.01, max_new_tokens=3)
+    budget = Conversation(people("a"), shared_context="Go.")
+    budget.run(1, until=TokenBudget(per_turn=3))
+    for conv in (denied, own, budget):
+        assert again(conv, direction).token_ids == conv.transcript[-1].token_ids
+
+
+def test_what_cannot_be_taken_again_is_refused(direction: Direction):
+    conv = Conversation(people("a"), shared_context="Go.")
+    conv.step("a", steer=Steer(direction, coef=2.0, layers=1))
+    with pytest.raises(ValueError, match="under an edit of its own"):
+        conv.steering(direction, "a")
+    conv.say("a", "words")
+    with pytest.raises(ValueError, match="not what a's model said"):
+        conv.steering(direction, "a")
+    with pytest.raises(ValueError, match="shared context"):
+        conv.branch_before(0)
+
+
+def test_an_observer_may_fail_or_ask_again(direction: Direction):
+    conv = Conversation(people("a"), shared_context="Go.")
+    panel = conv.steering(direction, "a")
+    answers = []
+
+    def ask(change: Any) -> None:
+        if change["new"]:
+            answers.append(panel.generate())
+
+    panel.observe(ask, ["busy"])
+    assert panel.generate()
+    assert panel.wait(60)
+    assert answers == [False]
+    panel.unobserve_all()
+
+    def fail(change: Any) -> None:
+        raise OSError("no")
+
+    panel.observe(fail, ["busy"])
+    with pytest.raises(OSError, match="no"):
+        panel.generate()
+    panel.unobserve_all()
+    assert panel.generate()
+    assert panel.wait(60)
+
+
+def test_a_turn_that_is_stopped_says_so(direction: Direction):
+    conv = Conversation(people("a", max_new_tokens=1500), shared_context="Go.")
+    panel = conv.steering(direction, "a")
+    panel.observe(lambda change: panel.stop(), ["plain"])
+    panel.generate()
+    assert panel.wait(60)
+    assert panel.plain["note"] in ("· broken off", panel.message.note if panel.message else "")
+
+
+def test_words_said_too_early_are_told_not_lost():
+    conv = Conversation(people("a", max_new_tokens=1500, logit_bias={2: -1000.0}))
+    chat = conv.chat()
+    chat.say("one")
+    assert not chat.say("two")
+    assert "say it again" in chat.error
+    chat.stop()
+    assert chat.wait(60)
+    assert chat.draft["content"] == ""
+    assert "two" not in [m.content for m in conv.transcript]
+
+
+def test_a_whisper_is_not_in_anothers_chat():
+    conv = Conversation([HumanParticipant("me"), *people("a", "b")])
+    conv.say("a", "for b", to="b")
+    conv.say("a", "for all")
+    assert [m["content"] for m in conv.chat().messages] == ["for all"]
+
+
+def test_an_analysis_does_not_stand_for_the_jobs_own_facts():
+    conv = Conversation([ScriptedParticipant("s", lambda view: "x y")], shared_context="Go.").turns(1)
+    named = {
+        "outcome": lambda c: "good",
+        "tokens": lambda c: -1,
+        "job": lambda c: 7,
+        "words": lambda c: 2,
+        "score": lambda c: c.row.get("n", float("nan")),
+    }
+    widget = conv.analyzer(**named).rollout(n=3, progress=False).browse()
+    assert {"analysis.outcome", "analysis.tokens", "analysis.job", "words"} <= set(widget.columns)
+    widget.outcome = "done"
+    assert widget.found == 3
+    widget.query = "x y"
+    assert widget.found == 3
+    widget.sort, widget.descending = "score", True
+    assert widget.found == 3
+
+
+def test_what_is_missing_is_last_in_either_order(report: Any):
+    widget = report.browse()
+    widget.sort = "analysis"
+    for descending in (False, True):
+        widget.descending = descending
+        widget.page = 2
+        assert widget.rows[-1][widget.columns.index("analysis")] is None
+        widget.page = 0
+        assert widget.rows[0][widget.columns.index("analysis")] == (100 if descending else -19)
+
+
+def test_a_folder_that_is_gone_is_told(tmp_path: Path):
+    conv = Conversation([ScriptedParticipant("s", lambda view: "x")], shared_context="Go.").turns(1)
+    stored = conv.rollout(n=3, out_dir=tmp_path / "run", progress=False)
+    report = type(stored).load(tmp_path / "run")
+    widget = report.browse()
+    shutil.rmtree(tmp_path / "run")
+    assert "cannot be read" in report._repr_html_()
+    assert "cannot be read" in widget._repr_mimebundle_()[0]["text/html"]
+    widget.selected = "rollout_00001"
+    assert "cannot be read" in widget.transcript["title"]

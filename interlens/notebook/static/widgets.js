@@ -282,13 +282,15 @@ function chat(model, el) {
   const speak = () => {
     if (model.get("busy") || !input.value.trim()) return;
     model.send({ act: "say", text: input.value });
-    input.value = "";
+  };
+  const heard = () => { // the field is emptied when the words are in the conversation
+    if (model.get("messages").some((m) => m.author === model.get("seat") && m.content === input.value)) input.value = "";
   };
   const go = button("send", speak);
   const on = button("let them go on", () => model.send({ act: "go" }));
   const stop = button("stop", () => model.send({ act: "stop" }));
   input.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); speak(); }
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); speak(); }
   });
   box.append(words, row(input), row(go, on, stop, state));
   const paint = () => {
@@ -307,6 +309,7 @@ function chat(model, el) {
     stop.disabled = !busy;
     state.textContent = model.get("error") || (busy ? "speaking …" : "");
   };
+  model.on("change:messages", heard);
   for (const name of ["messages", "draft", "busy", "error"]) model.on(`change:${name}`, paint);
   paint();
 }
