@@ -44,7 +44,7 @@ def test_a_rollout_is_watched_stopped_and_resumed(lab: Lab) -> None:
     while len(lines) < 4:
         lines.add(lab.output_text(1))
         lab.page.wait_for_timeout(50)
-    assert all("/40 jobs" in line and "tokens/s" in line for line in lines)
+    assert all("/40 jobs" in line and "tokens/s" not in line for line in lines)  # functions make none
     assert len(lab.outputs(1)) == 1
     lab.interrupt()
     lab.wait_cell()
