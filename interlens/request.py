@@ -274,6 +274,8 @@ class Call:
     pack: Callable[[Any], Any] | None = None
     """Turns the result into JSON for the log; `None` logs it as it is."""
     unpack: Callable[[Any], Any] | None = None
+    last: bool = False
+    """Whether all is done but to keep it: then it is asked for even while its run comes to an end."""
 
     def digests(self) -> dict[str, str]:
         """The function's name or version; its arguments follow from the log before it."""

@@ -170,5 +170,5 @@ class LocalExecutor:
             self._count(record["tokens"])
             return record["lineup"], replace(ended, record=record, live=live)
         put = self.desk.put_record(record, activations)
-        yield Call(fn=self.desk.commit, args=(put,), path="record", replay="again")
+        yield Call(fn=self.desk.commit, args=(put,), path="record", replay="again", last=True)
         return record["lineup"], replace(ended, put=put)

@@ -287,7 +287,7 @@ class Scheduler:
                 self._end(task, Event("failed", task.id, None, failure))
                 return
             assert task.run is not None
-            if task.run.draining:
+            if task.run.draining and not (isinstance(asked, Call) and asked.last):
                 self._drop(task)
                 return
             task.single = not isinstance(asked, list | tuple)

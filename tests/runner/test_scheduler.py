@@ -8,7 +8,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -397,6 +397,29 @@ def test_cancelling_twice_or_late_does_nothing(sched: Scheduler) -> None:
     run.cancel()
     run.cancel()
     assert sched.ask(asking(echo(), ["works"])) == ["works"]
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_what_is_done_but_to_keep_it_is_kept_while_a_run_ends(sched: Scheduler, last: bool) -> None:
+    """The last turn ends after the run was asked to end: its record is written and told."""
+    begun, go, kept = threading.Event(), threading.Event(), []
+
+    def turn() -> None:
+        begun.set()
+        assert go.wait(20)
+
+    def program() -> Generator[Any, Any, str]:
+        yield Call(fn=turn, path="turn")
+        yield Call(fn=kept.append, args=(1,), path="record", last=last)
+        return "kept"
+
+    run = sched.start([Task("x", program())])
+    assert begun.wait(20)
+    sched.drain(run, 20.0)
+    sched.call(lambda: None)  # the drain has been heard
+    go.set()
+    assert [e.value for e in run.events()] == (["kept"] if last else [])
+    assert kept == ([1] if last else [])
 
 
 # -- deltas
