@@ -494,12 +494,12 @@ def test_a_node_that_dies_takes_nothing_with_it_and_one_that_comes_is_used(
             marks["killed"] = time.monotonic()
             nodes.remove_node(third[0], allow_graceful=False)
 
-    conv = about(speakers(slow(0.1)).turns(4), 150)
+    conv = about(speakers(slow(0.1)).turns(4), 320)
     report = clustered(conv, out_dir=tmp_path, on_event=watch, max_batch_size=3)
     nodes.remove_node(third[1])
     assert not report.failed
-    assert len(report) == 150
-    assert plain(report) == plain(alone(about(speakers(words).turns(4), 150)))
+    assert len(report) == 320
+    assert plain(report) == plain(alone(about(speakers(words).turns(4), 320)))
     assert marks["told"] - marks["killed"] < 20
     [death] = deaths(tmp_path)
     assert "its node has died" in death["why"]
