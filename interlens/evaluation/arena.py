@@ -8,7 +8,7 @@ from typing import Any
 
 from interlens.errors import require
 from interlens.evaluation.environment import Signal, StepResult
-from interlens.evaluation.extraction import Pattern, by_name, extract
+from interlens.evaluation.extraction import Pattern, Whole, by_name, extract
 from interlens.evaluation.games import Chance, Game, Success, Turn, close_to
 from interlens.runner.records import storable
 from interlens.templating import describe_callable
@@ -69,7 +69,8 @@ class TextArena(Game):
         move = extract(action, self.extractor)
         if move is None:
             return self._unread(state, "No move was found in your reply: put it in square brackets.")
-        move = move if "[" in move else f"[{move}]"
+        if "[" not in move and not isinstance(self.extractor, Whole):  # words of talk are no move in brackets
+            move = f"[{move}]"
         with self._chance.lent():
             over, _ = game.step(move)
         told = game.state.game_info[state.player]
