@@ -40,7 +40,7 @@ def attend(conv: Any, asking: Any, show: bool | None) -> Any:
     """
     wanted = _LIVE.get() if show is None else show
     view: _View = (_Cell(conv) if in_notebook() else _Terminal(conv)) if wanted else _View(conv)
-    conv.draft, conv.course = None, view.course
+    around, conv.draft, conv.course = conv.course, None, view.course
     listens = wanted or not any(isinstance(p, APIParticipant) for p in conv.recipe.participants)
     try:
         return scheduler().ask(asking, on_delta=view.tell if listens else None)
@@ -48,7 +48,7 @@ def attend(conv: Any, asking: Any, show: bool | None) -> Any:
         conv.draft = view.draft()
         raise
     finally:
-        conv.course = None
+        conv.course = around  # a hook may take turns, too
         view.close()
 
 

@@ -274,11 +274,6 @@ def _order(value: Any) -> tuple[int, Any]:
     return (0, value) if isinstance(value, int | float) else (1, str(value))
 
 
-def browse(report: Any) -> Browse:
-    """Read the jobs of a run."""
-    return Browse(report)
-
-
 def entries(messages: Sequence[Message], places: Mapping[str, int]) -> list[dict[str, Any]]:
     """Messages for the front end."""
     return [block(m, places[m.author]) for m in messages]

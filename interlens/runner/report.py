@@ -284,9 +284,9 @@ class RunReport:
 
     def browse(self) -> Any:
         """A widget to search, sort and read the jobs, and to go from failure to failure."""
-        from interlens.notebook.widgets import browse
+        from interlens.notebook.widgets import Browse
 
-        return browse(self)
+        return Browse(self)
 
     def save_html(self, path: str | Path) -> Path:
         """Write one self-contained file with every transcript, folded."""
