@@ -122,12 +122,18 @@ class View:
         return f"View(of {self.pov!r}, {len(self.messages)} messages, {size})"
 
     def _repr_html_(self) -> str:
+        def words(text: str) -> str:
+            return html.clipped(text, 4000)
+
         if self.segments is None:
-            table = html.table(([m["role"], m["content"]] for m in self.messages), ["role", "content"])
+            said = [[m["role"], words(str(m["content"]))] for m in self.messages]
+            if len(said) > 200:
+                said[20:-180] = [["…", f"{len(said) - 200} messages hidden; .messages holds all"]]
+            table = html.table(said, ["role", "content"])
             return html.tag("div", html.tag("b", repr(self)), table)
         spans = self.spans()
         rows = [
-            [f"{a}-{b - 1}", s.role, s.part, s.speaker or "", "" if s.turn is None else s.turn, s.text[:9000]]
+            [f"{a}-{b - 1}", s.role, s.part, s.speaker or "", "" if s.turn is None else s.turn, words(s.text)]
             for a, b, s in (spans if len(spans) <= 200 else [*spans[:20], *spans[-180:]])
         ]
         if len(spans) > 200:
