@@ -105,7 +105,7 @@ def test_steering(lab: Lab):
     lab.slide(1, 30, which=1)
     lab.expect_text(1, "strength 8")
     lab.click(1, "generate")
-    lab.expect_text(1, "steered by 8 along noise at layer 0")
+    lab.expect_text(1, "steered by 8 along noise at layer 0 · turn 2")  # the turn has ended
     lab.page.wait_for_function("() => true")
     assert lab.kernel_eval("p.wait(30)")
     words = lab.kernel_eval("[p.message.content, p.steered_message.content]")
