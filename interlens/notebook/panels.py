@@ -29,8 +29,7 @@ class Panel(Widget):
     busy = Bool(False).tag(sync=True)
 
     def __init__(self, **traits: Any) -> None:
-        self._stop, self._thread = threading.Event(), threading.Thread()
-        self._lock, self._running = threading.Lock(), False
+        self._stop, self._running = threading.Event(), threading.Lock()
         super().__init__(**traits)
         self.on_msg(lambda widget, content, buffers: self._told(content))
 
@@ -40,10 +39,8 @@ class Panel(Widget):
 
     def _begin(self, work: Callable[[], None]) -> bool:
         """Run this, unless something runs; `False` if it does."""
-        with self._lock:
-            if self._running:
-                return False
-            self._running = True
+        if not self._running.acquire(blocking=False):
+            return False
         self._stop.clear()
 
         def run() -> None:
@@ -52,15 +49,16 @@ class Panel(Widget):
             except Exception as error:
                 self.error = sound(f"{type(error).__name__}: {error}")
             finally:
-                self._running = False
-                self.busy = False
+                try:
+                    self.busy = False
+                finally:
+                    self._running.release()
 
         try:
             self.busy, self.error = True, ""
-            self._thread = threading.Thread(target=run, daemon=True, name="interlens-panel")
-            self._thread.start()
+            threading.Thread(target=run, daemon=True, name="interlens-panel").start()
         except BaseException:
-            self._running = False
+            self._running.release()
             raise
         return True
 
@@ -70,9 +68,10 @@ class Panel(Widget):
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing runs; `False` if it took too long."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
-        return not self._running
+        if not self._running.acquire(timeout=-1 if timeout is None else timeout):
+            return False
+        self._running.release()
+        return True
 
     def _heard(self, pieces: Iterator[str]) -> Iterator[str]:
         """Text so far, until it ends or is stopped."""
@@ -239,7 +238,7 @@ class Chat(Panel):
 
     def say(self, text: str) -> bool:
         """Say something from the seat, and let the others answer; `False` while they speak."""
-        if self._running:
+        if self._running.locked():
             self.error = "they are speaking: what you said was not heard; say it again"
             return False
         self.conv.say(self.seat, text)

@@ -1,5 +1,6 @@
 """A run from its arguments to its report."""
 
+import functools
 import os
 import platform
 import sys
@@ -16,6 +17,7 @@ from interlens.backends.batch_journal import pending
 from interlens.errors import Stopped
 from interlens.request import digest_of
 from interlens.runner.executor import Executor, LocalExecutor
+from interlens.runner.interrupts import Interrupts
 from interlens.runner.jobs import Expansion, LimitOf, Runnable
 from interlens.runner.places import Places
 from interlens.runner.progress import Observer
@@ -81,9 +83,23 @@ def _executed(
     runnables: Sequence[Runnable], settings: Settings, limit_of: LimitOf, places: Places
 ) -> RunReport:
     total = _total(runnables, settings)
+    manifest = None if settings.out_dir is None else manifest_of(runnables, settings, total)
+    with Interrupts() as interrupts:
+        return _opened(runnables, settings, limit_of, places, total, manifest, interrupts)
+
+
+def _opened(
+    runnables: Sequence[Runnable],
+    settings: Settings,
+    limit_of: LimitOf,
+    places: Places,
+    total: int | None,
+    manifest: dict[str, Any] | None,
+    interrupts: Interrupts,
+) -> RunReport:
+    """From opening the folder to the report; Ctrl-C leaves no folder half open."""
     store = None
-    if settings.out_dir is not None:
-        manifest = manifest_of(runnables, settings, total)
+    if settings.out_dir is not None and manifest is not None:
         store = RunStore(settings.out_dir, manifest, resume=settings.resume, extend=settings.extend)
     try:
         expansion = Expansion(settings.n, settings.samples, settings.seed, settings.namespaced)
@@ -91,7 +107,7 @@ def _executed(
             runnables, expansion, store, total=total, progress=settings.progress, on_event=settings.on_event
         )
         session.tally.waits = scheduler().pool.status
-        stopped = session.run(_executor(runnables, settings, limit_of, places, session))
+        stopped = session.run(_executor(runnables, settings, limit_of, places, session), interrupts)
         if store is not None and not stopped:
             store.put_total(session.n_jobs)
             if not places.several and (used := backends.local_if_used()) is not None:
@@ -105,7 +121,7 @@ def _executed(
         out_dir=settings.out_dir,
         expected=total if stopped else session.n_jobs,
     )
-    if stopped:
+    if interrupts.asked:  # it may have come while the folder was closed
         on_way = pending(store.batch_journal) if store is not None and store.batch_journal else []
         left = f"; batches on their way, which the same call waits for: {', '.join(on_way)}" if on_way else ""
         raise Stopped(f"{report!r} is in this error's .report{left}", report)
@@ -179,15 +195,19 @@ def manifest_of(runnables: Sequence[Runnable], settings: Settings, total: int | 
     }
 
 
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "numpy")}
+
+
 def environment(local: bool) -> dict[str, Any]:
     """What a difference in bits could come from; compared by people, not by resume."""
-    packages = ("torch", "transformers", "tokenizers", "numpy")
     out: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": platform.machine(),
         "system": platform.system(),
     }
-    out |= {name: metadata.version(name) for name in packages}
+    out |= _versions()
     out["cpus"] = os.cpu_count()
     torch = sys.modules.get("torch")
     if torch is not None:

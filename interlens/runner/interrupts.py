@@ -3,27 +3,44 @@
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from interlens.runner.progress import Tally
+MOST = 4
+"""Presses of Ctrl-C that wait for a folder to be opened or closed; its disk may not answer."""
 
 
 class Interrupts:
-    """While it is entered in the main thread, the first SIGINT calls `drain` and is remembered.
+    """While it is entered in the main thread, SIGINT is counted: a run folder is opened and closed in peace.
 
-    A handler that somebody else has set is left alone.
+    Inside of `heeded` the first one drains and the second one is raised. A handler that somebody else has set
+    is left alone.
     """
 
-    def __init__(self, drain: Callable[[], None], tally: Tally) -> None:
-        self._drain, self._tally = drain, tally
-        self.asked = False
+    def __init__(self) -> None:
+        self.asked = 0
+        self._drain: Callable[[], None] | None = None
 
     def _handle(self, number: int, frame: Any) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.asked = True
-        self._tally.note = "stopping at the end of turns; Ctrl-C again stops at once"
-        self._drain()
+        self.asked += 1
+        if self.asked > (MOST if self._drain is None else 1):
+            raise KeyboardInterrupt
+        if self._drain is not None:
+            self._drain()
+
+    @contextmanager
+    def heeded(self, drain: Callable[[], None]) -> Iterator[None]:
+        """Have the first one, also one that came before, call `drain`, and the next one raise."""
+        self._drain = drain
+        try:
+            if self.asked:
+                drain()
+            if self.asked > 1:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._drain = None
 
     def __enter__(self) -> "Interrupts":
         here = threading.current_thread() is threading.main_thread()

@@ -47,26 +47,29 @@ class Scheduler:
         self._calls: set[Nest] = set()
         """Calls on their way whose result somebody waits for."""
         self._numbers = itertools.count()
-        self._thread: threading.Thread | None = None
+        self._running = threading.Lock()
+        """Held by the loop while it runs: there is never a second one."""
+        self._ident: int | None = None
         self._stop = False
         self.moves = 0
         """Counts the rounds of the loop in which something moved: a supervisor sees by it that it lives."""
-        self._start_lock = threading.Lock()
 
     # -- from other threads
 
     def post(self, work: Callable[[], None]) -> None:
-        """Run `work` in the scheduler's thread, soon."""
+        """Run `work` in the scheduler's thread, soon.
+
+        The lock tells whether the loop runs, not `Thread.is_alive`: that one, interrupted by Ctrl-C, takes a
+        thread that runs for one that has ended, for good (CPython 3.11).
+        """
         self._inbox.put(work)
-        with self._start_lock:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._loop, name="interlens-scheduler", daemon=True)
-                self._thread.start()
+        if not self._running.locked() and not self._stop:
+            threading.Thread(target=self._loop, name="interlens-scheduler", daemon=True).start()
 
     @property
     def is_here(self) -> bool:
         """Whether the caller runs in the scheduler's own thread."""
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self._ident
 
     def call(self, fn: Callable[[], T]) -> T:
         """Run `fn` in the scheduler's thread and wait for what it returns."""
@@ -94,8 +97,9 @@ class Scheduler:
         stream: bool = False,
         journal: Path | None = None,
     ) -> Run:
-        """Post programs; they are pulled lazily, at most `limit` alive. A source that gives `None` has none
-        yet: whoever feeds it posts something when it has.
+        """A run of programs, which begins when somebody follows its events: Ctrl-C leaves none that nobody
+        follows. They are pulled lazily, at most `limit` alive. A source that gives `None` has none yet:
+        whoever feeds it posts something when it has.
         """
         if self.is_here:
             raise RuntimeError(
@@ -104,10 +108,12 @@ class Scheduler:
             )
         if self._stop:
             raise RuntimeError("a verb was called while the process ends; the scheduler is shut down")
-        run = Run(iter(tasks), limit, inline=inline, stream=stream, stop=self._end_run)
+        run = Run(iter(tasks), limit, inline=inline, stream=stream, begin=self._begin_run, stop=self._end_run)
         run.journal = journal
-        self.post(partial(self._admit, run))
         return run
+
+    def _begin_run(self, run: Run) -> None:
+        self.post(partial(self._admit, run))
 
     def drain(self, run: Run, grace: float) -> None:
         """Pull no more programs of a run, and end each at the end of what it has asked for; after `grace`
@@ -121,10 +127,10 @@ class Scheduler:
             timer.start()
             self._maybe_end(run)
 
-        self._inbox.put(work)  # not post(): the interrupted code may hold its lock
+        self.post(work)
 
-    def _end_run(self, run: Run) -> None:
-        """Cancel a run and wait until it is gone; the scheduler's own thread cannot wait for itself."""
+    def _end_run(self, run: Run) -> "queue.SimpleQueue[bool]":
+        """Cancel a run; what is returned tells when it is gone."""
         gone: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
         def work() -> None:
@@ -132,9 +138,9 @@ class Scheduler:
             gone.put(True)
 
         self.post(work)
-        if not self.is_here:
-            with contextlib.suppress(queue.Empty):
-                gone.get(timeout=30)
+        if self.is_here:  # a run that nobody follows was collected here; it cannot wait for itself
+            gone.put(True)
+        return gone
 
     def each(self, programs: Sequence[Program[Any]]) -> list[Any]:
         """Run programs side by side; what each returned, or the error that ended it, in order."""
@@ -171,6 +177,16 @@ class Scheduler:
     # -- the loop
 
     def _loop(self) -> None:
+        if not self._running.acquire(blocking=False):
+            return  # another thread was quicker
+        self._ident = threading.get_ident()
+        try:
+            self._serve()
+        finally:
+            self._ident = None
+            self._running.release()
+
+    def _serve(self) -> None:
         while not self._stop:
             moved = self._drain()
             moved = self._pull() or moved
@@ -331,7 +347,7 @@ class Scheduler:
 
         extra: dict[str, Any] = {"priority": task.number} if getattr(backend, "local", False) else {}
         if getattr(backend, "patient", False):
-            extra = {"job": _job_of(task), "journal": _journal_of(run)}
+            extra = {"job": task.name, "journal": run.batch_journal}
         ticket = backend.submit(request, told, **extra)
         key = id(backend)
         self._asked[key, ticket.number] = (task, place)
@@ -448,24 +464,9 @@ class Scheduler:
     def shutdown(self) -> None:
         """Stop the thread; for the end of the process."""
         self._stop = True
-        self._inbox.put(lambda: None)
-        if self._thread is not None and self._thread.is_alive() and not self.is_here:
-            self._thread.join(5)
-
-
-def _journal_of(run: Run) -> Any:
-    """Where batches of a run are written down: also those that its hooks and analyzers ask for."""
-    while run.journal is None and run.nest is not None and run.nest.task.run is not None:
-        run = run.nest.task.run
-    return run.journal
-
-
-def _job_of(task: Task) -> str:
-    """Names what a task is, through the calls that it was asked in."""
-    run = task.run
-    if run is None or run.nest is None:
-        return task.id
-    return f"{_job_of(run.nest.task)}/{getattr(task.log, 'prefix', run.nest.path)}/{task.id}"
+        self._inbox.put(_nothing)
+        if not self.is_here and self._running.acquire(timeout=5):
+            self._running.release()
 
 
 def _nothing() -> None:

@@ -57,19 +57,23 @@ class Session:
             assert store is not None
             self._logs = index_logs(store.folder, _Finished(self), whole=self._goes_further())
 
-    def run(self, executor: Executor) -> bool:
+    def run(self, executor: Executor, interrupts: Interrupts) -> bool:
         """Run what is left and tell what happens; return whether Ctrl-C stopped it at the end of turns."""
         sources: list[Source] = [self._work(i) for i in range(len(self.runnables))]
-        interrupts = Interrupts(partial(executor.drain, GRACE), self.tally)
+
+        def drain() -> None:
+            self.tally.note = "stopping at the end of turns; Ctrl-C again stops at once"
+            executor.drain(GRACE)
+
         try:
-            with interrupts, closing(executor.run(sources)) as jobs:
+            with interrupts.heeded(drain), closing(executor.run(sources)) as jobs:
                 for ended in jobs:
                     if ended is not None:
                         self._count(ended)
                     self._line.show(self.tally)
         finally:
             self._line.show(self.tally, last=True)
-        return interrupts.asked
+        return interrupts.asked > 0
 
     # -- what is to be done
 

@@ -1,5 +1,6 @@
 """Programs on their way, and the handle by which a caller follows a run of them."""
 
+import contextlib
 import contextvars
 import queue
 import threading
@@ -31,6 +32,14 @@ class Task:
     pending: dict[int, tuple[Backend, Ticket]] = field(default_factory=dict)
     """Requests in flight: place in the list asked, backend and ticket."""
     over: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is, through the calls that it was asked in."""
+        run = self.run
+        if run is None or run.nest is None:
+            return self.id
+        return f"{run.nest.task.name}/{getattr(self.log, 'prefix', run.nest.path)}/{self.id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +82,8 @@ class Run:
         *,
         inline: bool,
         stream: bool,
-        stop: "Callable[[Run], None]",
+        begin: "Callable[[Run], None]",
+        stop: "Callable[[Run], queue.SimpleQueue[bool]]",
     ) -> None:
         self.source, self.limit = source, limit
         self.inline = inline
@@ -82,7 +92,7 @@ class Run:
         """
         self.stream = stream
         """Whether the text of replies is told as it comes."""
-        self._stop = stop
+        self._begin, self._stop, self._begun = begin, stop, False
         self.live: set[Task] = set()
         self.journal: Path | None = None
         """The file in which provider batches of this run are written down."""
@@ -96,6 +106,14 @@ class Run:
         self._text: dict[tuple[str, str], list[str]] = {}
         """Text that waits to be read, by task: one event is queued for all of it."""
         self._text_lock = threading.Lock()
+
+    @property
+    def batch_journal(self) -> Path | None:
+        """Where batches are written down: also those that hooks and analyzers ask for."""
+        run = self
+        while run.journal is None and run.nest is not None and run.nest.task.run is not None:
+            run = run.nest.task.run
+        return run.journal
 
     @property
     def ending(self) -> bool:
@@ -118,34 +136,49 @@ class Run:
 
     # -- the caller's side
 
-    def events(self, *, ticks: bool = False) -> Generator[Event, None, None]:
-        """Everything that happens, until the run ends; leaving early cancels what is alive. With `ticks` also
-        that nothing has happened for a moment.
-        """
-        ended = False
-        try:
-            while not ended:
-                try:
-                    item = self._told.get(timeout=0.2)
-                except queue.Empty:
-                    if ticks:
-                        yield Event("tick")
-                    continue
-                if not isinstance(item, Event):
-                    item()
-                    continue
-                ended = item.kind in ("end", "broken")
-                if item.error is not None and ended:
-                    raise item.error
-                if item.kind == "delta":
-                    with self._text_lock:
-                        item = replace(item, value="".join(self._text.pop((item.task, item.path))))
-                if not ended:
-                    yield item
-        finally:
-            if not ended:
-                self.cancel()
+    def begin(self) -> None:
+        """Let its programs begin, if they have not."""
+        if not self._begun:
+            self._begun = True
+            self._begin(self)
 
-    def cancel(self) -> None:
-        """Throw `Cancelled` into every live program and wait until they are gone (30 s at most)."""
-        self._stop(self)
+    def events(self, *, ticks: bool = False) -> Generator[Event, None, None]:
+        """Everything that happens, until the run ends; leaving early throws `Cancelled` into what is alive
+        and waits until it is gone (30 s at most). With `ticks` also that nothing has happened for a moment.
+        """
+        ended, again = False, None
+        try:
+            self.begin()
+            yield from self._happening(ticks)
+            ended = True
+        finally:
+            while not ended:  # Ctrl-C ends the waiting, never the asking: nothing goes on that nobody follows
+                try:
+                    gone, ended = self._stop(self), True
+                except KeyboardInterrupt as error:
+                    again = error
+                else:
+                    with contextlib.suppress(queue.Empty):
+                        gone.get(timeout=30)
+            if again is not None:
+                raise again
+
+    def _happening(self, ticks: bool) -> Generator[Event, None, None]:
+        while True:
+            try:
+                item = self._told.get(timeout=0.2)
+            except queue.Empty:
+                if ticks:
+                    yield Event("tick")
+                continue
+            if not isinstance(item, Event):
+                item()
+                continue
+            if item.kind in ("end", "broken"):
+                if item.error is not None:
+                    raise item.error
+                return
+            if item.kind == "delta":
+                with self._text_lock:
+                    item = replace(item, value="".join(self._text.pop((item.task, item.path))))
+            yield item

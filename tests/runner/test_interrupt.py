@@ -205,30 +205,52 @@ def test_a_stream_that_is_read_to_its_end_commits_its_turn() -> None:
 # -- anywhere at all
 
 
-class _AlarmError(KeyboardInterrupt):
-    """A Ctrl-C of our own, so that a real one still ends the tests."""
-
-
-def test_at_any_instruction() -> None:
-    """A signal at a random moment of a fast run, a hundred times: never a lock that stays taken."""
+@pytest.mark.parametrize("stored", [False, True])
+def test_at_any_instruction(tmp_path: Path, stored: bool) -> None:
+    """A hundred fast runs broken off at a random moment, every other one twice: never a lock that stays
+    taken, nor a second loop, nor a run that nobody follows, nor a folder that stays open. What was stored is
+    gone on with.
+    """
+    rng, hits, left, sound = random.Random(3), 0, 0, None
 
     def ring(signum: int, frame: Any) -> None:
-        raise _AlarmError
+        nonlocal left
+        left -= 1
+        if left <= 0:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        if not stored:  # an interrupt that no handler of ours hears of
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
-    rng = random.Random(3)
-    before = signal.signal(signal.SIGALRM, ring)
-    hit = 0
-    try:
-        for _ in range(100):
-            conv = talk(turns=2).analyzer(lambda c: c.sample("ada").content)
+    def broken_off(conv: Conversation, out: Path | None) -> bool:
+        try:
             try:
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, 0.03))
-                quiet(conv, None, 20, max_batch_size=8)
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, 0.03), 0.0005)
+                quiet(conv, out, 20, max_batch_size=8)
+            finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            except _AlarmError:
-                hit += 1
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    scheduler().call(lambda: None)
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        for k in range(100):
+            conv, out = talk(turns=2).analyzer(lambda c: c.sample("ada").content), tmp_path / str(k // 4)
+            left = 1 + k % 2
+            hits += broken_off(conv, out if stored else None)
+            if stored:
+                assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # what is no Ctrl-C may leave another
+            assert [t.name for t in threading.enumerate()].count("interlens-scheduler") == 1
+            assert not scheduler().call(lambda: [r for r in scheduler()._runs if not r.cancelled])
+            if stored and k % 4 == 3:
+                whole = quiet(conv, out, 20)
+                sound = sound or quiet(conv, None, 20)
+                assert json.dumps(essence(whole)) == json.dumps(essence(sound))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert hit > 30
+    assert hits > 30
     assert len(quiet(talk(), None, 5)) == 5

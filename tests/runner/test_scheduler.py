@@ -4,7 +4,9 @@ import gc
 import heapq
 import itertools
 import logging
+import queue
 import random
+import signal
 import sys
 import threading
 import time
@@ -28,7 +30,7 @@ def sched() -> Iterator[Scheduler]:
     own = Scheduler()
     yield own
     own.shutdown()
-    assert own._thread is None or not own._thread.is_alive()
+    assert not own._running.locked()
 
 
 def outcomes(sched: Scheduler, tasks: Iterable[Task], **how: Any) -> dict[str, Any]:
@@ -394,8 +396,8 @@ def test_a_forgotten_run_is_cancelled_by_the_collector(sched: Scheduler) -> None
 def test_cancelling_twice_or_late_does_nothing(sched: Scheduler) -> None:
     run = sched.start([Task("x", asking(echo(), ["x"]))])
     assert [e.kind for e in run.events()] == ["done"]
-    run.cancel()
-    run.cancel()
+    for _ in range(2):
+        sched.call(lambda: sched.cancel(run))
     assert sched.ask(asking(echo(), ["works"])) == ["works"]
 
 
@@ -414,6 +416,7 @@ def test_what_is_done_but_to_keep_it_is_kept_while_a_run_ends(sched: Scheduler, 
         return "kept"
 
     run = sched.start([Task("x", program())])
+    run.begin()
     assert begun.wait(20)
     sched.drain(run, 20.0)
     sched.call(lambda: None)  # the drain has been heard
@@ -454,6 +457,7 @@ def test_a_slow_reader_costs_no_memory(sched: Scheduler) -> None:
     pieces = 200_000
     backend: Any = Chatty(pieces)
     run = sched.start([Task("x", asking(backend, ["x"]))], stream=True)
+    run.begin()
     assert backend.told.wait(20)
     until(lambda: run._told.qsize() >= 3)
     assert run._told.qsize() == 3  # all text so far, done, end
@@ -472,7 +476,8 @@ def test_nobody_who_did_not_ask_for_text_is_told_any(sched: Scheduler) -> None:
 def test_text_of_two_speakers_stays_whole_at_any_speed(seed: int) -> None:
     """A writer and a reader race; nothing is lost, doubled or given to another."""
     rng = random.Random(seed)
-    run = Run(iter(()), 1, inline=True, stream=True, stop=lambda run: None)
+    quiet = {"begin": lambda run: None, "stop": lambda run: queue.SimpleQueue()}
+    run = Run(iter(()), 1, inline=True, stream=True, **quiet)
     pieces = [(rng.choice("ab"), str(i)) for i in range(5000)]
 
     def write() -> None:
@@ -612,6 +617,35 @@ def test_after_the_end_a_verb_says_so() -> None:
     own.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         own.ask(asking(echo(), ["x"]))
+
+
+def test_ctrl_c_at_any_moment_leaves_one_loop_that_answers(sched: Scheduler) -> None:
+    """A second loop on the same tasks would advance them twice, and lose some."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def loops() -> int:
+        return len([t for t in threading.enumerate() if t.name == "interlens-scheduler"])
+
+    sched.call(lambda: None)
+    before, rng, hits = loops(), random.Random(0), 0
+    earlier = signal.signal(signal.SIGALRM, interrupt)
+    end = time.monotonic() + 3
+    try:
+        while hits < 20_000 and time.monotonic() < end:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 1e-4))
+                while True:
+                    sched.post(list)
+            except KeyboardInterrupt:
+                hits += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
+    assert hits > 1000
+    assert sched.ask(asking(echo(), ["x", "y"])) == ["x", "y"]
+    assert loops() == before
 
 
 def test_there_is_one_of_this_process() -> None:
