@@ -29,7 +29,7 @@ class Panel(Widget):
     busy = Bool(False).tag(sync=True)
 
     def __init__(self, **traits: Any) -> None:
-        self._stop, self._running = threading.Event(), threading.Lock()
+        self._stop, self._running = False, threading.Lock()
         super().__init__(**traits)
         self.on_msg(lambda widget, content, buffers: self._told(content))
 
@@ -41,7 +41,7 @@ class Panel(Widget):
         """Run this, unless something runs; `False` if it does."""
         if not self._running.acquire(blocking=False):
             return False
-        self._stop.clear()
+        self._stop = False
 
         def run() -> None:
             try:
@@ -64,7 +64,7 @@ class Panel(Widget):
 
     def stop(self) -> None:
         """Break off what runs; words that are not a whole turn are not kept."""
-        self._stop.set()
+        self._stop = True
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing runs; `False` if it took too long."""
@@ -80,7 +80,7 @@ class Panel(Widget):
             for piece in pieces:
                 text += piece
                 yield text
-                if self._stop.is_set():
+                if self._stop:
                     return
         finally:
             pieces.close()  # type: ignore[attr-defined]
@@ -263,7 +263,7 @@ class Chat(Panel):
         try:
             for _ in others:
                 who = self._next()
-                if self._seated(who) or self._stop.is_set():
+                if self._seated(who) or self._stop:
                     break
                 self._turn(who)
         finally:
