@@ -63,6 +63,7 @@ class Item:
     key: str
     payload: dict[str, Any]
     journal: Journal
+    run: int = 0
     chance: int = 0
     """How many batches it was in."""
     unmade: int = 0

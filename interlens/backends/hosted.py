@@ -62,6 +62,8 @@ class HostedBackend(Chat):
     """A model of a provider, or of any server that speaks like one."""
 
     local = False
+    laned = True
+    """What a provider stops, it stops for the whole run: `submit` is told which one asks."""
 
     def __init__(
         self,
@@ -100,11 +102,11 @@ class HostedBackend(Chat):
         self._done: queue.SimpleQueue[tuple[Completion, ...]] = queue.SimpleQueue()
         self._tasks: dict[int, asyncio.Task[Completion]] = {}
 
-    def submit(self, request: Any, on_delta: Told = None) -> Ticket:
+    def submit(self, request: Any, on_delta: Told = None, *, run: int = 0) -> Ticket:
         """Begin a call, or say what cannot be asked of a hosted model."""
         payload = self._payload(request)
         ticket = Ticket(next(self._numbers))
-        LOOP.get().call_soon_threadsafe(self._begin, ticket, payload, on_delta)
+        LOOP.get().call_soon_threadsafe(self._begin, ticket, payload, on_delta, run)
         return ticket
 
     def _payload(self, request: Any) -> dict[str, Any]:
@@ -120,8 +122,8 @@ class HostedBackend(Chat):
             payload["extra_body"] = {**payload.get("extra_body", {}), **self.extra}
         return payload
 
-    def _begin(self, ticket: Ticket, payload: dict[str, Any], told: Told) -> None:
-        task = asyncio.get_running_loop().create_task(self._call(payload, told))
+    def _begin(self, ticket: Ticket, payload: dict[str, Any], told: Told, run: int) -> None:
+        task = asyncio.get_running_loop().create_task(self._call(payload, told, run))
         self._tasks[ticket.number] = task
         task.add_done_callback(partial(self._end, ticket))
 
@@ -143,7 +145,7 @@ class HostedBackend(Chat):
         if self.wake is not None:
             self.wake()
 
-    async def _call(self, payload: dict[str, Any], told: Told) -> Completion:
+    async def _call(self, payload: dict[str, Any], told: Told, run: int) -> Completion:
         began = time.monotonic()
 
         shown: list[str] = []
@@ -169,7 +171,7 @@ class HostedBackend(Chat):
                         raise
                     payload.setdefault("_rules", []).append(rule)
 
-        answer = await self.lane.call(send, judge)
+        answer = await self.lane.call(send, judge, run)
         done = self.dialect.read(answer, payload)
         return done.with_(timings={"seconds": time.monotonic() - began})
 

@@ -69,16 +69,25 @@ class Lane:
         self.cuts = 0
         """How often its concurrency was halved."""
         self.stopped: ProviderStopped | None = None
+        self._latest = 0
+        """The highest number of a run that has called."""
         self.paused_until = 0.0
         self._well = 0
         self._cut_at = -1.0
         self._waiting = asyncio.Condition()
 
-    async def call(self, send: Callable[[], Awaitable[T]], judge: Callable[[BaseException], Failure]) -> T:
-        """Make a call, as often as it takes; raise what `judge` makes of the last failure."""
+    async def call(
+        self, send: Callable[[], Awaitable[T]], judge: Callable[[BaseException], Failure], run: int = 0
+    ) -> T:
+        """Make a call, as often as it takes; raise what `judge` makes of the last failure.
+
+        A stop holds for every run that called before it, however late its other calls come. `run` is a later
+        one's if its number is higher: that one has had time to mend the cause; 0 is nobody's.
+        """
         tries = 0
-        if self.stopped is not None and not self.in_flight and not self.queued:
-            self.stopped = None  # whoever calls now has had time to mend the cause
+        if run > self._latest or not (run or self.in_flight or self.queued):
+            self.stopped = None
+        self._latest = max(self._latest, run)
         while True:
             self.queued += 1
             try:

@@ -85,6 +85,7 @@ class BatchBackend(HostedBackend):
         request: Any,
         on_delta: Told = None,
         *,
+        run: int = 0,
         job: str = "",
         journal: Path | None = None,
     ) -> Ticket:
@@ -92,7 +93,7 @@ class BatchBackend(HostedBackend):
         payload = self._payload(request)
         assert isinstance(request, Generate)
         key = digest_of([job, request.path, request.digests()])
-        item = Item(Ticket(next(self._tickets)), key, payload, Journal(journal))
+        item = Item(Ticket(next(self._tickets)), key, payload, Journal(journal), run)
         self._items[item.ticket.number] = item
         if journal is not None and journal not in self._read:
             self._read.add(journal)
@@ -254,7 +255,7 @@ class BatchBackend(HostedBackend):
     async def _alone(self, item: Item) -> None:
         """Ask for one thing live."""
         try:
-            done = await self._call(item.payload, None)
+            done = await self._call(item.payload, None, item.run)
         except Exception as error:
             done = Completion(finish="error", error=error)
         self._give((item, done))

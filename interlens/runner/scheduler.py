@@ -346,8 +346,10 @@ class Scheduler:
                 run.tell(Event("delta", pov, text, path=request.path))
 
         extra: dict[str, Any] = {"priority": task.number} if getattr(backend, "local", False) else {}
+        if getattr(backend, "laned", False):
+            extra["run"] = run.root
         if getattr(backend, "patient", False):
-            extra = {"job": task.name, "journal": run.batch_journal}
+            extra |= {"job": task.name, "journal": run.batch_journal}
         ticket = backend.submit(request, told, **extra)
         key = id(backend)
         self._asked[key, ticket.number] = (task, place)

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -68,6 +69,9 @@ INSIDE: contextvars.ContextVar[Nest | None] = contextvars.ContextVar("interlens_
 """The call that the running code is inside of."""
 
 
+_NUMBERS = itertools.count(1)
+
+
 class Run:
     """A caller's handle: events out, calls that run on the caller's own thread, cancel.
 
@@ -93,6 +97,8 @@ class Run:
         self.stream = stream
         """Whether the text of replies is told as it comes."""
         self._begin, self._stop, self._begun = begin, stop, False
+        self.number = next(_NUMBERS)
+        """Higher than that of every run begun before."""
         self.live: set[Task] = set()
         self.journal: Path | None = None
         """The file in which provider batches of this run are written down."""
@@ -106,6 +112,12 @@ class Run:
         self._text: dict[tuple[str, str], list[str]] = {}
         """Text that waits to be read, by task: one event is queued for all of it."""
         self._text_lock = threading.Lock()
+
+    @property
+    def root(self) -> int:
+        """The number of the run that a caller began, of one inside of its hooks, tools and analyzers too."""
+        outer = None if self.nest is None else self.nest.task.run
+        return self.number if outer is None else outer.root
 
     @property
     def batch_journal(self) -> Path | None:

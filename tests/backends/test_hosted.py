@@ -2,6 +2,7 @@
 one lane for everybody, and no word that is taken for another.
 """
 
+import asyncio
 import json
 import pickle
 import threading
@@ -568,6 +569,38 @@ def test_a_lane_that_was_stopped_is_tried_by_the_next_call(peer: Provider) -> No
         lambda: not any(lane.in_flight or lane.queued for lane in known)
     )  # what was broken off has left
     assert conv.rollout(progress=False).counts()["done"] == 12
+
+
+def test_a_stop_holds_for_the_calls_of_its_run_that_come_late() -> None:
+    """Nothing of theirs is under way any more, and they are not sent all the same; a later run's are."""
+    sent: list[str] = []
+
+    async def use() -> list[Any]:
+        lane = lanes.Lane("m", 4, lanes.PATIENCE)
+
+        async def ask(name: str, run: int, error: Exception | None = None) -> str:
+            async def send() -> str:
+                sent.append(name)
+                if error is not None:
+                    raise error
+                return name
+
+            return await lane.call(send, lambda e: lanes.Failure(kind="stop", error=e), run)
+
+        stop = ProviderStopped("no quota")
+        calls = [
+            ("first", 7, stop),
+            ("late", 7, None),
+            ("of an older one", 3, None),
+            ("of the next", 8, None),
+        ]
+        calls += [("first again", 8, stop), ("late again", 8, None), ("nobody's", 0, None)]
+        return [(await asyncio.gather(ask(*call), return_exceptions=True))[0] for call in calls]
+
+    first, late, older, following, again, late_again, nobodys = asyncio.run(use())
+    assert all(isinstance(e, ProviderStopped) for e in (first, late, older, again, late_again))
+    assert (following, nobodys) == ("of the next", "nobody's")
+    assert sent == ["first", "of the next", "first again", "nobody's"]
 
 
 def test_a_lane_is_as_narrow_as_the_narrowest_that_lives(peer: Provider) -> None:
