@@ -24,7 +24,7 @@ def participant(
     """A participant that a backend answers, with these parameters."""
     hosted = isinstance(backend, HostedBackend) or (isinstance(backend, BackendSpec) and not backend.is_local)
     kind: Any = APIParticipant if hosted else ModelParticipant
-    settings = {"max_new_tokens": params.max_tokens, "stop": params.stop, **params.settings()}
+    settings = {"max_new_tokens": params.cap, "stop": params.stop, **params.settings()}
     made: ModelParticipant = kind(name=name, backend=backend, **settings, **rest)
     return made
 
@@ -61,7 +61,7 @@ def _reply(
     stream = Stream(job=params.seed + number, purpose="chat")
     turn = Turn(entries=(), turn=0, stream=stream, path="chat", logprobs=params.logprobs)
     view = of_messages(messages, who.template, name=who.name, tools=tools)
-    request: Generate = who.request(turn, view, params.max_tokens, "chat")
+    request: Generate = who.request(turn, view, params.cap, "chat")
     done: Completion = yield replace(request, prefill=prefill or None)
     if not tools or done.tool_calls:
         return done

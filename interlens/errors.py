@@ -40,7 +40,7 @@ class TemplateError(InterlensError):
     """A chat template cannot carry this conversation."""
 
 
-class ContextOverflow(InterlensError):
+class ContextOverflow(InterlensError, ValueError):
     """A prompt does not fit into the context beside the room for its reply."""
 
 

@@ -116,7 +116,8 @@ class ChatParams:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Mapping[int, float] | None = None
-    max_tokens: int = 256
+    max_tokens: int | None = None
+    """`None` is 256, or what a participant that is given has of its own."""
     stop: tuple[str, ...] = ()
     seed: int = 0
     """Row i of a batch draws from `seed + i`."""
@@ -126,7 +127,7 @@ class ChatParams:
         stop: Any = self.stop
         object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
         self.sampling()
-        if self.max_tokens < 1:
+        if self.cap < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
 
     @classmethod
@@ -141,6 +142,11 @@ class ChatParams:
             if name not in known:
                 raise TypeError(f"there is no sampling parameter {name!r}: {nearest(name, known)}")
         return cls(**(given or {}))
+
+    @property
+    def cap(self) -> int:
+        """Tokens at most."""
+        return 256 if self.max_tokens is None else self.max_tokens
 
     def settings(self) -> dict[str, Any]:
         """What was set of `SamplingParams`."""
@@ -211,6 +217,12 @@ class Generate:
     """Ids that end the reply, beside those the checkpoint names."""
     prefill: Prefill = None
     """Text or ids the reply begins with; they are not counted as generated."""
+    drawn: int = 0
+    """Tokens of this very reply that were drawn before: where its beginning is the prefill, draws go on from
+    there.
+    """
+    counted: tuple[int, ...] = ()
+    """Those of them that stand in the prefill: presence and frequency penalties count them."""
     tools: tuple[Mapping[str, Any], ...] = ()
     stream: Stream = field(default_factory=Stream)
     logprobs: int | None = None
@@ -220,15 +232,23 @@ class Generate:
     """Run this row alone (`execution_mode="deterministic"`)."""
     kv_reuse: bool = True
 
+    def seed(self) -> int:
+        """For a model with a generator of its own, 64 bits: other ones for each part of a reply."""
+        stream = self.stream
+        if self.drawn:
+            stream = stream.at(purpose=f"{stream.purpose}/{self.drawn}")
+        return int.from_bytes(stream.key()[:8], "little")
+
     def digests(self) -> dict[str, str]:
         """One digest per field that the result depends on, so that a mismatch can be named."""
         who = self.backend.describe() if isinstance(self.backend, BackendSpec) else self.backend.name
-        parts = {
+        begun = self.drawn or self.counted
+        parts: dict[str, Any] = {
             "model": who,
             "sampling": self.sampling.applied(),
             "max_new_tokens": self.max_new_tokens,
             "stop": [self.stop, self.end_ids],
-            "prefill": self.prefill,
+            "prefill": [self.prefill, self.drawn, self.counted] if begun else self.prefill,
             "tools": self.tools,
             "seed": self.stream.key().hex(),
             "logprobs": self.logprobs,

@@ -58,6 +58,8 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "stop": (("\n",), "stop"),
     "end_ids": ((2,), "stop"),
     "prefill": ("Yes", "prefill"),
+    "drawn": (3, "prefill"),
+    "counted": ((5,), "prefill"),
     "tools": (({"name": "f"},), "tools"),
     "stream": (Stream(job=1), "seed"),
     "logprobs": (0, "logprobs"),

@@ -14,7 +14,7 @@ from interlens.engine.compiled import kernel
 from interlens.engine.rows import RowRequest
 from interlens.engine.selftest import examine
 from interlens.engine.slow import engine_for
-from interlens.errors import nearest
+from interlens.errors import ContextOverflow, nearest
 from interlens.interp.edits import Widths
 from interlens.interp.sites import FROM_ENGINE, READ_ONLY, SITES, Tap
 from interlens.request import BackendSpec, Capabilities, Completion, Forward, Generate, Ticket
@@ -126,7 +126,8 @@ class HuggingFaceBackend(Chat):
             max_new_tokens=min(request.max_new_tokens, room),
             end_ids=self.end_ids | frozenset(request.end_ids),
             stop=request.stop,
-            uniform=partial(uniform, request.stream.key()),
+            uniform=partial(_uniform, request.stream.key(), request.drawn),
+            counted=request.counted,
             plan=request.plan,  # type: ignore[arg-type]
             logprobs=request.logprobs,
             exclusive=request.exclusive,
@@ -144,7 +145,7 @@ class HuggingFaceBackend(Chat):
         if wrong:
             raise ValueError(f"token id {wrong[0]} is not in {self.name}'s vocabulary of {self.vocabulary}")
         if len(ids) > limit:
-            raise ValueError(
+            raise ContextOverflow(
                 f"the prompt has {len(ids)} tokens; {self.name} reads {self.context_limit}"
                 f"{', the reply included' if limit < self.context_limit else ''}: shorten it"
             )
@@ -257,6 +258,11 @@ def _end_ids(model: Any, tokenizer: Any) -> set[int]:
     ids = set(named) if isinstance(named, list | tuple) else {named}
     ids.add(getattr(tokenizer, "eos_token_id", None))
     return {int(i) for i in ids if i is not None}
+
+
+def _uniform(key: bytes, first: int, position: int) -> float:
+    """The number for a position, of a reply of which `first` tokens were drawn before."""
+    return uniform(key, first + position)
 
 
 def attention_build() -> str:

@@ -68,7 +68,7 @@ class OpenAIDialect:
             if request.logprobs:
                 body["top_logprobs"] = request.logprobs
         if self.seeds:
-            body["seed"] = int.from_bytes(request.stream.key()[:4], "little") >> 1
+            body["seed"] = (request.seed() & 0xFFFFFFFF) >> 1
         return body
 
     def adapted(self, error: BaseException, payload: dict[str, Any]) -> str | None:

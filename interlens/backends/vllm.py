@@ -150,6 +150,11 @@ class VLLMBackend(Chat):
                 f"the prompt has {len(ids)} tokens; {self.name} reads {self.context_limit}, the reply "
                 f"included: shorten it"
             )
+        if request.counted and (request.sampling.presence_penalty or request.sampling.frequency_penalty):
+            raise ValueError(
+                f"{self.name} counts tokens for presence_penalty and frequency_penalty in one call: they "
+                f"cannot hold for a turn in pieces; take repetition_penalty, or the backend of local models"
+            )
         if request.max_new_tokens < 1 or "" in request.stop:
             raise ValueError(
                 f"max_new_tokens must be at least 1 and no stop string empty; got {request.max_new_tokens} "
@@ -168,7 +173,7 @@ class VLLMBackend(Chat):
             presence_penalty=s.presence_penalty,
             frequency_penalty=s.frequency_penalty,
             logit_bias=dict(s.logit_bias) if s.logit_bias else None,
-            seed=int.from_bytes(request.stream.key()[:8], "little") >> 1,
+            seed=request.seed() >> 1,
             max_tokens=row.max_new_tokens,
             stop_token_ids=sorted(row.end_ids),
             ignore_eos=True,

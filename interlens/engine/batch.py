@@ -313,7 +313,9 @@ class Engine:
         if self.watch is not None:
             for row, logits_V in zip(rows, rows_BV, strict=True):
                 self.watch(row, logits_V)
-        draws = [Draw(r.request.sampling, r.request.uniform(len(r.out)), r.request.ids, r.out) for r in rows]
+        draws = [
+            Draw(r.request.sampling, r.request.uniform(len(r.out)), r.request.ids, r.reply) for r in rows
+        ]
         drawn = sample(rows_BV, draws)
         self._note(rows, rows_BV, drawn)
         for row, token in zip(rows, drawn, strict=True):

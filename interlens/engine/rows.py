@@ -1,7 +1,7 @@
 """One row: a sequence that is being extended, with its own settings, text, stops and captures."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,9 @@ class RowRequest:
     end_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
     uniform: Callable[[int], float] = lambda position: 0.0
-    """The row's random number for a token position of the reply."""
+    """The row's random number for a token position of what is generated."""
+    counted: tuple[int, ...] = ()
+    """Ids that count as generated before, for the penalties."""
     plan: RowPlan | None = None
     logprobs: int | None = None
     all_logits: bool = False
@@ -132,6 +134,11 @@ class Row:
         self._shapes: dict[tuple[int, bytes], int] = {}
         if self.request.plan is not None:
             self.chosen = frozenset(self.request.plan.prompt)
+
+    @property
+    def reply(self) -> Sequence[int]:
+        """What was generated, also before this request."""
+        return (*self.request.counted, *self.out) if self.request.counted else self.out
 
     @property
     def length(self) -> int:

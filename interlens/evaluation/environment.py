@@ -6,12 +6,12 @@ every trajectory gets an instance of its own, whose actions are replayed on resu
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from interlens.request import digest_of
-from interlens.runner.records import storable
+from interlens.runner.records import described
 from interlens.templating import describe_callable
 
 Kind = Literal["outcome", "step", "format", "process"]
@@ -52,14 +52,15 @@ class StepResult:
         object.__setattr__(self, "signals", tuple(signals_of(self.signals)))
 
 
-def signals_of(given: Any) -> Iterable[Signal]:
+def signals_of(given: Any) -> list[Signal]:
     """Signals, or a mapping from a name to a value, all outcomes."""
     if isinstance(given, Mapping):
-        return (Signal(name, value) for name, value in given.items())
-    for one in given:
+        return [Signal(name, value) for name, value in given.items()]
+    found: list[Signal] = list(given)
+    for one in found:
         if not isinstance(one, Signal):
             raise TypeError(f"signals are a list of Signal, or a mapping from name to value; got {one!r}")
-    return given  # type: ignore[no-any-return]
+    return found
 
 
 class Environment:
@@ -98,7 +99,7 @@ class Environment:
 
     def describe(self) -> Any:
         """What results depend on, as JSON: part of a run's recipe."""
-        return {"type": describe_callable(type(self)), "settings": storable(_settings(self))}
+        return {"type": describe_callable(type(self)), "settings": _settings(self)}
 
     def instance(self) -> "Environment":
         """The one that a trajectory uses: itself, or a copy where a step changes it."""
@@ -111,12 +112,8 @@ class Environment:
 
 def _settings(environment: Environment) -> dict[str, Any]:
     """The public attributes; what is long is named by its digest."""
-    out = {}
-    for name, value in vars(environment).items():
-        if not name.startswith("_"):
-            text = repr(value)
-            out[name] = value if len(text) < 500 else digest_of(text)
-    return out
+    found = {name: described(value) for name, value in vars(environment).items() if name[0] != "_"}
+    return {name: value if len(repr(value)) < 500 else digest_of(value) for name, value in found.items()}
 
 
 def n_tasks(environment: Any) -> int | None:

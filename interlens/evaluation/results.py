@@ -53,9 +53,13 @@ class Rate:
 class BatchResult:
     """Trajectories as many as were asked for, in that order."""
 
-    def __init__(self, report: RunReport, ids: Sequence[str], name: str = "environment") -> None:
+    def __init__(
+        self, report: RunReport, ids: Sequence[str], name: str = "environment", missing: int = 0
+    ) -> None:
         self.report, self.ids, self.name = report, list(ids), name
         """The run, the ids of its tasks in the order asked, and what the environment is called."""
+        self.missing = missing
+        """Of a half-done run that was loaded, how many tasks have not ended; they are in no number here."""
 
     @classmethod
     def load(cls, out_dir: str | Path, *, trust: bool = False) -> "list[BatchResult]":
@@ -65,7 +69,11 @@ class BatchResult:
         by: dict[int, list[str]] = {i: [] for i in range(len(lineups))}
         for id, result in report.results.items():
             by[result.lineup].append(id)
-        return [cls(report, ids, lineups[i]["describe"]["name_of_environment"]) for i, ids in by.items()]
+        told = [lineup["describe"] for lineup in lineups]
+        return [
+            cls(report, ids, told[i]["name_of_environment"], told[i]["n_tasks"] - len(ids))
+            for i, ids in by.items()
+        ]
 
     # -- trajectories
 
@@ -183,6 +191,11 @@ class BatchResult:
 
     def compare(self, other: "BatchResult") -> "Comparison":
         """This result beside another on the same tasks."""
+        if self.name != other.name:
+            raise ValueError(
+                f"{self.name} and {other.name} are two environments: task 3 of the one is not task 3 of the "
+                f"other; compare results on the same tasks, or give both one name"
+            )
         mine, theirs = _by_task(self), _by_task(other)
         if not (common := [task for task in mine if task in theirs]):
             raise ValueError("the two results have no task in common: there is nothing to compare")
@@ -198,8 +211,11 @@ class BatchResult:
         counts = self.counts()
         ends = ", ".join(f"{counts[k]} {k}" for k in ("done", "limit", "failed") if counts[k] or k == "done")
         beside = f"; of those that did not fail {self.success_completed}" if counts["failed"] else ""
+        left = f"incomplete: {self.missing} missing; " if self.missing else ""
         read = self._extracted()
-        return f"BatchResult({self.name}, {len(self)} tasks: {ends}; success {self.success}{beside}{read})"
+        return (
+            f"BatchResult({self.name}, {len(self)} tasks: {left}{ends}; success {self.success}{beside}{read})"
+        )
 
     def _extracted(self) -> str:
         """The share of replies in which nothing was found to be read, where the environment tells."""
@@ -253,10 +269,23 @@ class Comparison:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval of the difference of paired shares (Wald; Fleiss 2003, section 13.1)."""
+        """95 % interval of the difference of paired shares, within -1 and 1 (Newcombe 1998, "Improved
+        confidence intervals for the difference between binomial proportions based on paired data", method
+        10: Wilson's intervals, and the correlation of the two).
+        """
+        neither = self.n - self.both - self.first - self.second
+        one, two = Rate(self.both + self.first, self.n), Rate(self.both + self.second, self.n)
+        (low, high), (low2, high2) = one.interval, two.interval
+        beside: float = self.both * neither - self.first * self.second
+        beside = max(0.0, beside - self.n / 2) if beside > 0 else beside
+        spread = one.n * (self.n - one.n) * two.n * (self.n - two.n)
+        r = beside / math.sqrt(spread) if spread else 0.0
+
+        def off(a: float, b: float) -> float:
+            return math.sqrt(max(0.0, a * a - 2 * r * a * b + b * b))
+
         d = self.difference
-        half = Z * math.sqrt(max(0.0, (self.first + self.second) / self.n - d * d) / self.n)
-        return d - half, d + half
+        return d - off(one.value - low, high2 - two.value), d + off(high - one.value, two.value - low2)
 
     @property
     def p(self) -> float:

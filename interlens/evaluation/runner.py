@@ -84,7 +84,9 @@ class TrajectoryRunner:
             return asking.participant(backend, self.params, name or NAME, system_prompt=system_prompt, **more)
         changes: dict[str, Any] = dict(more) | ({"name": name} if name is not None else {})
         if given is not None:
-            changes |= {**self.params.settings(), "max_new_tokens": self.params.max_tokens}
+            changes |= self.params.settings()
+            if self.params.max_tokens is not None:
+                changes["max_new_tokens"] = self.params.max_tokens
             changes |= {"stop": self.params.stop} if self.params.stop else {}
         if system_prompt is not None:
             changes["system_prompt"] = system_prompt
@@ -190,10 +192,18 @@ class TrajectoryRunner:
         said = tuple(_bare(m) for m in actions_until(trajectory, step))
         if action is not None:
             said = (*said, self._said(action))
-        if len(said) >= self.max_steps:
+        if len(said) > self.max_steps - (action is None):
             raise ValueError(f"{len(said)} actions are given; a trajectory has at most {self.max_steps} here")
-        first = trajectory.conversation.chance.sample + 1
-        starts = [Start(task=trajectory.task, said=said, draw=first + i) for i in range(n)]
+        if "state" in trajectory.row and trajectory.start is None:
+            raise ValueError(
+                f"{trajectory.id} began in a state that was given, and a run folder keeps no states: give it "
+                f"again to run_batch_from_states, and branch what comes of it"
+            )
+        begun, chance = trajectory.start or Start(task=trajectory.task), trajectory.conversation.chance
+        starts = [
+            replace(begun, said=said, sample=chance.sample, reseeds=(*chance.reseeds, step, i))
+            for i in range(n)
+        ]
         seed = int(options.pop("seed", trajectory.seed - trajectory.task - self.params.seed))
         return self._run(starts, None, options.pop("progress_callback", None), {**options, "seed": seed})
 
@@ -304,8 +314,15 @@ def run_trials(
     several = len(trials) > 1
     for one, name in zip(trials, names, strict=True):
         one.name = name if several else one.name
+        one.batched = one.batched and options.get("batched", True)
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(
+            f"batch_size is how many trajectories are alive at once, at least 1; got {batch_size}"
+        )
     settings = Settings(
-        max_batch_size=batch_size or BATCH, namespaced=several, **{"progress": False, **options}
+        max_batch_size=BATCH if batch_size is None else batch_size,
+        namespaced=several,
+        **{"progress": False, **options},
     )
     total = sum(len(one.starts) for one in trials)
     if total == 0:
@@ -366,6 +383,10 @@ class SegmentedTrajectoryRunner(TrajectoryRunner):
         }
         for i, model in enumerate(self.models):
             self._refuse_unable(model.backend)
+            if model.tools:
+                raise ValueError(
+                    f"{model.name} has tools, and a turn in pieces runs none: take a TrajectoryRunner"
+                )
             held = {f.name: getattr(model, f.name) for f in fields(ModelParticipant)}
             self.models[i] = SegmentedParticipant(**held, **pieces)
         self.conversation = self.conversation.set(participants=self.models)

@@ -54,9 +54,22 @@ class _Continuation:
         ends a piece is not part of it here.
         """
         params = ChatParams.of(sampling_params)
-        room = params.max_tokens if self.tokens is None else min(self.tokens, params.max_tokens)
+        room = params.cap if self.tokens is None else min(self.tokens, params.cap)
         asked = replace(params, stop=(*params.stop, *self.stops), max_tokens=room)
         found: list[Completion] = backend.generate_chat_batch(batch, asked, prefills=list(begun))
+        # An end that began in the words before is none: those rows go on behind their first token.
+        at = [i for i, done in enumerate(found) if done.finish == "stop" and done.n_tokens and not done.text]
+        if not at or not self.stops or room < 2:
+            return found
+        of = [batch[i] for i in at]
+        one = replace(params, max_tokens=1)
+        firsts = backend.generate_chat_batch(of, one, prefills=[begun[i] for i in at])
+        words = [begun[i] + first.text for i, first in zip(at, firsts, strict=True)]
+        rest = self.generate_segment_batch(backend, of, words, replace(params, max_tokens=params.cap - 1))
+        for i, first, more in zip(at, firsts, rest, strict=True):
+            if first.finish == "length":
+                ids, n = (*first.token_ids, *more.token_ids), first.n_tokens + more.n_tokens
+                found[i] = more.with_(text=first.text + more.text, token_ids=ids, n_tokens=n)
         return found
 
 
@@ -169,6 +182,8 @@ class _Said:
     def __init__(self, tokenizer: Any, cap: int) -> None:
         self.tokenizer, self.cap = tokenizer, cap
         self.ids: list[int] = []
+        self.drawn: list[bool] = []
+        """For each id, whether the model generated it."""
         self.words = ""
         """What was said, for a model without tokens."""
         self.shown = 0
@@ -213,11 +228,16 @@ class _Said:
         self.words += words
         if self.tokenizer is not None:
             more = self.tokenizer(words, add_special_tokens=False, split_special_tokens=True)
-            self._read(more["input_ids"])
+            self._read(more["input_ids"], drawn=False)
         self.shown = len(self.text)
 
-    def take(self, done: Completion, stops: Sequence[str], own: Sequence[str]) -> None:
-        """Add what was generated; `stops` were there to look, `own` end the turn."""
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """The ids that the model generated."""
+        return tuple(i for i, drawn in zip(self.ids, self.drawn, strict=True) if drawn)
+
+    def take(self, done: Completion, own: Sequence[str]) -> None:
+        """Add what was generated; `own` are the texts that end the turn, also where they begin before it."""
         before = len(self.text)
         if not self.asked:
             self.asked, self.reused = done.n_prompt_tokens, done.reused_tokens
@@ -230,10 +250,21 @@ class _Said:
         ids = list(done.token_ids)
         if done.finish == "eos" and ids:
             self.end_id = ids.pop()
-        self._read(ids)
-        rest = self.reader.text[before + len(done.text) :]
-        if done.finish == "stop" and (rest.startswith(tuple(own)) or not rest.startswith(tuple(stops))):
-            self.ended, self.stop_at = True, before + len(done.text)
+        self._read(ids, drawn=True)
+        found = [self.reader.text.find(s, max(0, before - len(s) + 1)) for s in own]
+        if (at := min((at for at in found if at >= 0), default=None)) is not None:
+            self.ended, self.finish, self.stop_at = True, "stop", at
+            self._shorten()
+
+    def _shorten(self) -> None:
+        """Take the beginning of a stop string out of the pieces it was shown in."""
+        over = max(0, self.shown - len(self.text))
+        self.shown -= over
+        for piece in reversed(self.pieces):
+            for words in ("feedback", "text"):
+                kept = len(piece.get(words, "")) - over
+                if over and words in piece:
+                    piece[words], over = piece[words][: max(0, kept)], max(0, -kept)
 
     def show(self, end: int) -> str:
         """End a piece with the token that reaches a place; return its words."""
@@ -242,11 +273,12 @@ class _Said:
         began, self.shown = self.shown, end
         return self.text[began:end]
 
-    def _read(self, ids: Sequence[int]) -> None:
+    def _read(self, ids: Sequence[int], drawn: bool) -> None:
         assert self.reader is not None
         for token in ids:
             self.reader.add(int(token))
         self.ids += map(int, ids)
+        self.drawn += [drawn] * len(ids)
 
     def cut_off(self) -> None:
         """End the turn with the pieces so far."""
@@ -262,8 +294,10 @@ class _Said:
         kept = next((i for i, offset in enumerate(offsets) if offset > self.shown), len(self.ids))
         gone = len(self.ids) - kept + (self.end_id is not None)
         if gone:
-            ids, self.ids, self.reader = self.ids[:kept], [], Text(self.tokenizer)
-            self._read(ids)
+            del self.ids[kept:], self.drawn[kept:]
+            self.reader = Text(self.tokenizer)
+            for token in self.ids:
+                self.reader.add(token)
             self.dropped += gone
 
     def completion(self) -> Completion:
@@ -339,7 +373,7 @@ class SegmentedParticipant(ModelParticipant):
                 said.pieces.append({"text": text, "by": "model"})
             verdict = yield from self._asked(said, turn)
             forced = verdict.text if isinstance(verdict, ForceAction) else None
-            if isinstance(verdict, str):
+            if isinstance(verdict, str) and verdict:
                 said.pieces[-1]["feedback"] = verdict
                 said.say(verdict)
             if verdict is COMPLETE and not said.last:
@@ -374,10 +408,11 @@ class SegmentedParticipant(ModelParticipant):
             prefill=begun or None,
             stop=tuple(dict.fromkeys((*request.stop, *stops))),
             max_new_tokens=room,
-            stream=request.stream.at(purpose=f"{request.stream.purpose}/{name}"),
+            drawn=said.used,
+            counted=said.counted,
             path=f"{request.path}/{name}",
         )
-        said.take(done, stops, request.stop)
+        said.take(done, request.stop)
 
     def _asked(self, said: _Said, turn: Turn) -> Generator[Any, Any, Verdict]:
         """What is to come after a piece."""

@@ -67,6 +67,8 @@ class Trajectory:
     """What went wrong, with its traceback."""
     analysis: Any = None
     row: Mapping[str, Any] = field(default_factory=dict)
+    start: Any = None
+    """Where it began; `None` where the runner that began it is not there any more."""
 
     @property
     def transcript(self) -> Transcript:

@@ -5,10 +5,12 @@ environment.
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from interlens import archive, program, stop
 from interlens.conversation import Conversation
+from interlens.dialogue import Dialogue
 from interlens.errors import ParticipantError
 from interlens.evaluation.environment import Environment, StepResult, n_tasks
 from interlens.evaluation.trajectory import Trajectory, noted
@@ -20,7 +22,7 @@ from interlens.recipe import Recipe
 from interlens.request import Call, digest_of
 from interlens.rollouts import Lineup
 from interlens.runner.jobs import Expansion, Job
-from interlens.runner.records import Record, storable
+from interlens.runner.records import Record, described, storable
 
 WORLD = "environment"
 """Who says what the environment shows."""
@@ -36,8 +38,10 @@ class Start:
     state: Any = None
     """The state to begin in, where `given`."""
     given: bool = False
-    draw: int = 0
-    """Which of several trajectories from one beginning: each has draws of its own."""
+    sample: int | None = None
+    """Of a branch, which of the task's trajectories it is one of."""
+    reseeds: tuple[int, ...] = ()
+    """Of a branch, what its draws depend on beside: the step and its number, after those of its parent."""
 
     def row(self) -> dict[str, Any]:
         """What names it in a run folder."""
@@ -45,7 +49,9 @@ class Start:
         if self.said:
             out["said"] = [m.content for m in self.said]
         if self.given:
-            out["state"] = digest_of(repr(self.state))
+            out["state"] = digest_of(described(self.state))
+        if self.reseeds:
+            out |= {"sample": self.sample, "reseeds": list(self.reseeds)}
         return out
 
 
@@ -74,6 +80,7 @@ class Trials(Lineup):
         """The recipe of the conversation, the environment and the tasks."""
         own = {"environment": self.environment.describe(), "max_steps": self.max_steps, "seed": self.seed}
         own["name_of_environment"] = self.environment.name
+        own["n_tasks"] = len(self.starts)
         return super().describe() | storable(own) | {"tasks": digest_of([s.row() for s in self.starts])}
 
     def count(self, n: int | None, samples: int) -> int | None:
@@ -93,7 +100,7 @@ class Trials(Lineup):
                 seed=settings.seed + self.seed + start.task,
                 number=number,
                 row=start.row(),
-                sample=start.draw or again,
+                sample=again if start.sample is None else start.sample,
                 lineup=lineup,
             )
 
@@ -101,7 +108,7 @@ class Trials(Lineup):
 
     def begin(self, job: Job) -> Trajectory:
         """A trajectory that has not begun, with an environment of its own where it needs one."""
-        conv: Any = self.conversation(job)
+        conv: Any = _reseeded(self.conversation(job), job.row)
         return Trajectory(
             id=job.id,
             task=int(job.row["task"]),
@@ -109,12 +116,13 @@ class Trials(Lineup):
             conversation=conv,
             environment=self.environment.instance(),
             row=job.row,
+            start=self._by_row[_key(job.row)],
         )
 
     def program(self, live: Any) -> Generator[Any, Any, tuple[str, str]]:
         """Let the model act until the task ends."""
         conv, environment = live.conversation, live.environment
-        start = self._by_row[_key(live.row)]
+        start: Start = live.start
         opened = (environment, live.task, live.seed, start)
         live.state, seen = yield Call(fn=_opened, args=opened, path="reset", replay="again")
         _show(conv, seen, first=True)
@@ -165,7 +173,7 @@ class Trials(Lineup):
 
     def restore(self, record: Record, activations: Activations | None = None) -> Trajectory:
         """The trajectory as it ended; the environment's state is not kept."""
-        conv: Any = self.restored(record, activations)
+        conv: Any = _reseeded(self.restored(record, activations), record["row"])
         if (system := record.get("system")) is not None:  # what the environment said as system is in it
             conv.recipe = conv.recipe.changed(shared_system_prompt=system)
         error = record.get("error")
@@ -178,6 +186,7 @@ class Trials(Lineup):
             reason=record["reason"],
             error=f"{error['type']}: {error['message']}\n\n{error['traceback']}" if error else None,
             row=record["row"],
+            start=self._by_row.get(_key(record["row"])),
         )
         self.settle(live, record.get("analyses") or {})
         return live
@@ -189,6 +198,13 @@ class Seen:
 
     messages: Sequence[Mapping[str, Any]] = ()
     player: int = 0
+
+
+def _reseeded(conv: Dialogue, row: Mapping[str, Any]) -> Dialogue:
+    """The conversation with the draws of a branch, where the row is one's."""
+    for number in row.get("reseeds", ()):
+        conv = conv.branch(reseed=number)
+    return conv
 
 
 def _key(row: Mapping[str, Any]) -> str:
@@ -259,12 +275,14 @@ def tasks_of(environment: Environment, task_indices: Any, num_tasks: int | None)
             )
         wanted = known if num_tasks is None else num_tasks
         assert wanted is not None
+        if wanted < 0:
+            raise ValueError(f"num_tasks is a number of tasks, at least 0; got {wanted}")
         if known is not None and wanted > known:
             raise ValueError(f"{wanted} tasks were asked for; {environment.name} has {known}")
         return list(range(wanted))
     if num_tasks is not None:
         raise ValueError("give num_tasks or task_indices, not both")
-    found = [int(i) for i in task_indices]
+    found = [index(i) for i in task_indices]
     for i in found:
         if i < 0 or (known is not None and i >= known):
             has = "tasks from 0 on" if known is None else f"{known} tasks, from 0 on"

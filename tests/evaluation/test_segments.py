@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from interlens import Capture
+from interlens import Capture, ModelParticipant
 from interlens.backends import HuggingFaceBackend, OpenAIBackend, ScriptedBackend
 from interlens.evaluation.calls import run_segmented_evaluation
 from interlens.evaluation.environment import Environment, StepResult
@@ -83,6 +83,52 @@ def test_the_turn_is_the_same_however_it_is_cut(cut: Any, smol: HuggingFaceBacke
         assert "dropped_tokens" not in message.metadata
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 0, "frequency_penalty": 1.5},
+        {"temperature": 0.8, "presence_penalty": 1.0, "repetition_penalty": 1.2},
+        {"temperature": 0, "stop": ["social animals", "\n2", " = 4"]},
+    ],
+    ids=str,
+)
+def test_the_turn_is_the_same_with_every_setting(smol: HuggingFaceBackend, more: dict[str, Any]) -> None:
+    """Draws go on where they were, penalties count what was said, a stop may lie across a cut."""
+    params = GREEDY | more
+    plain = [t.steps[0].message for t in TrajectoryRunner(Ask(), smol, params).run_batch()]
+    for cut in (TokenContinuation(1), TokenContinuation(5), BoundaryContinuation("line")):
+        result = SegmentedTrajectoryRunner(Ask(), smol, params, continuation=cut).run_batch()
+        for trajectory, same in zip(result, plain, strict=True):
+            message = trajectory.steps[0].message
+            assert (message.content, message.token_ids) == (same.content, same.token_ids)
+            assert message.metadata["finish"] == same.metadata["finish"]
+            assert "".join(pieces(message)) == same.content
+
+
+def test_draws_go_on_behind_what_was_dropped(smol: HuggingFaceBackend) -> None:
+    """Other words in its place, and the model draws what it has not drawn yet: no number is used twice."""
+    params = {"temperature": 1.0, "max_tokens": 24}
+    runner = SegmentedTrajectoryRunner(
+        Ask(),
+        smol,
+        params,
+        continuation=TokenContinuation(6),
+        callback=lambda p: " Yes," if p.index == 0 else None,
+    )
+    log: list[Any] = []
+    submit = smol.submit
+    smol.submit = lambda request, *a, **k: log.append(request) or submit(request, *a, **k)  # type: ignore
+    try:
+        message = runner.run_batch([0])[0].steps[0].message
+    finally:
+        del smol.submit
+    assert [r.drawn for r in log] == [0, 6, 12, 18]
+    assert [len(r.counted) for r in log] == [0, 6, 12, 18]
+    assert len({r.stream.key() for r in log}) == 1
+    assert message.metadata["n_tokens"] == 24
+
+
 def test_pieces_end_where_their_unit_does(smol: HuggingFaceBackend) -> None:
     def cut(how: Any, task: int) -> list[str]:
         runner = SegmentedTrajectoryRunner(Ask(), smol, GREEDY, continuation=how)
@@ -137,7 +183,9 @@ def test_forced_words_are_not_asked_of_the_model(smol: HuggingFaceBackend) -> No
     again = smol.generate_chat(
         [{"role": "user", "content": QUESTIONS[0]}], GREEDY, prefill=pieces(message)[0] + " Dogs bark."
     )
+    assert len(pieces(message)[2]) > 5  # words that end a sentence end no turn
     assert again.text.startswith(pieces(message)[2])
+    assert "".join(pieces(message)) == message.content
 
 
 def test_feedback_is_read_also_behind_the_last_piece(smol: HuggingFaceBackend) -> None:
@@ -150,7 +198,7 @@ def test_feedback_is_read_also_behind_the_last_piece(smol: HuggingFaceBackend) -
     message = ran(smol, ask, task=2).steps[0].message
     assert message.content.startswith(seen[0].text + " Wait, is that so?")
     assert message.metadata["segments"][0]["feedback"] == " Wait, is that so?"
-    assert len(seen) >= 2  # the model went on
+    assert len(seen[1].text) > 5  # the model went on
     assert message.metadata["n_tokens"] <= 40
 
 
@@ -164,6 +212,14 @@ def test_a_turn_may_begin_with_given_words(smol: HuggingFaceBackend) -> None:
     message = ran(smol, None, begin_with="Well, ").steps[0].message
     assert message.content.startswith("Well, ")
     assert message.content[6:].startswith(pieces(message)[0])
+    begun = ran(smol, None, begin_with="Sure.").steps[0].message
+    asked = [{"role": "user", "content": QUESTIONS[0]}]
+    assert begun.content == "Sure." + smol.generate_chat(asked, GREEDY, prefill="Sure.").text
+
+
+def test_nothing_as_feedback_is_no_feedback(smol: HuggingFaceBackend, whole: list[Any]) -> None:
+    message = ran(smol, lambda piece: "").steps[0].message
+    assert (message.content, message.token_ids) == (whole[0].content, whole[0].token_ids)
 
 
 def test_the_cap_of_the_whole_turn_is_kept(smol: HuggingFaceBackend) -> None:
@@ -244,6 +300,11 @@ def test_who_cannot_go_on_with_a_reply_is_refused(monkeypatch: pytest.MonkeyPatc
     SegmentedTrajectoryRunner(Ask(), BackendSpec(kind="huggingface", model="tiny"))
 
 
+def double(x: int) -> int:
+    """Twice as much."""
+    return 2 * x
+
+
 def test_bad_cuts_are_refused() -> None:
     for wrong in ("word", [], ["a", ""]):
         with pytest.raises(ValueError, match="a piece ends with"):
@@ -252,6 +313,9 @@ def test_bad_cuts_are_refused() -> None:
         TokenContinuation(0)
     with pytest.raises(ValueError, match="runs no tools"):
         SegmentedTrajectoryRunner(Ask(), ScriptedBackend([]), tools=[len])
+    able = ModelParticipant(name="m", backend=ScriptedBackend([]), tools=(double,))
+    with pytest.raises(ValueError, match="m has tools, and a turn in pieces runs none"):
+        SegmentedTrajectoryRunner(Ask(), able)
 
 
 def test_pieces_are_not_looked_into() -> None:
@@ -278,4 +342,7 @@ def test_a_strategy_gives_a_batch_of_pieces(smol: HuggingFaceBackend) -> None:
     batch = [[{"role": "user", "content": q}] for q in QUESTIONS]
     found = TokenContinuation(3).generate_segment_batch(smol, batch, ["", "1. Red\n", ""], GREEDY)
     assert [c.n_tokens for c in found] == [3, 3, 3]
+    [line] = BoundaryContinuation("sentence").generate_segment_batch(smol, batch[:1], ["Sure."], GREEDY)
+    assert len(line.text) > 5
+    assert smol.generate_chat(batch[0], GREEDY, prefill="Sure.").text.startswith(line.text)
     assert found[1].text.startswith("2")
