@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,49 @@ from interlens.request import BackendSpec, ChatParams
 from interlens.runner.lines import write_whole
 from interlens.yamlfile import Found, Source, load, read_text
 
+_ONLY: dict[str, tuple[str, Any]] = {
+    "size": ("reasoning-gym", 500),
+    "seed": ("reasoning-gym", 42),
+    "question": ("rows", "question"),
+    "answer": ("rows", "answer"),
+}
+"""Keys of one kind of environment, and what they are unless given; all other keys are of every kind."""
+_NAMED = ("rows", "gym", "textarena")
+"""The kinds that are told by a key of that name."""
+_INSTEAD = {
+    "size": "; num_tasks says how many tasks are run",
+    "seed": "; the evaluation's own seed is what a run draws from",
+}
+_OWN = {
+    "rows": ("prompt", "score"),
+    "gym": ("actions", "rules", "render", "success", "options"),
+    "textarena": ("players", "success", "options"),
+}
+"""What `config` may hold of our own settings; of games all else is an option of the game itself."""
 _LOCAL = ("huggingface", "vllm")
 _HOSTED = ("openai", "anthropic", "openrouter")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    """One environment: a data set of reasoning-gym by its `name`, rows of a file, or a game."""
+    """One environment: a data set of reasoning-gym by its `name`, rows of a file, or a game. A key that its
+    kind does not take is refused.
+    """
 
     name: str
-    size: int = 500
-    """Tasks that are made, where they are made."""
-    seed: int = 42
+    size: int | None = None
+    """Items that reasoning-gym makes; 500 unless given."""
+    seed: int | None = None
+    """What they are made of; 42 unless given. What is drawn in a run is of the evaluation's `seed`."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the data set or game."""
+    """Options of the data set or game; beside them a game takes `rules` and `actions`, or `players`; of rows
+    the `prompt`.
+    """
     rows: str | None = None
-    """A file of rows."""
-    question: str = "question"
-    answer: str = "answer"
+    """A file of rows; in a YAML file relative to its folder."""
+    question: str | None = None
+    """The column of the question, and of the gold: `question` and `answer` unless given."""
+    answer: str | None = None
     extractor: Any = None
     """Its name, or a mapping (`{tag: result}`), or a list of them."""
     gym: str | None = None
@@ -44,6 +69,32 @@ class EnvironmentConfig:
     """How many tasks are run; all, if left out."""
     task_indices: tuple[int, ...] | None = None
     max_steps: int | None = None
+    """Actions of a trajectory at most; if left out, the evaluation's `max_steps`, then its own."""
+
+    def __post_init__(self) -> None:
+        kinds = [name for name in _NAMED if getattr(self, name) is not None]
+        if len(kinds) > 1:
+            raise ValueError(f"environment {self.name} has {' and '.join(kinds)}: it is one of them")
+        for key, (kind, usual) in _ONLY.items():
+            given = getattr(self, key) is not None
+            if given and kind != self.kind:
+                raise ValueError(
+                    f"environment {self.name} is of the kind {self.kind}, and {key} is for {kind} alone: "
+                    f"leave it out{_INSTEAD.get(key, '')}"
+                )
+            if kind == self.kind and not given:
+                object.__setattr__(self, key, usual)
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ValueError(
+                f"max_steps of environment {self.name} is {self.max_steps}: give at least 1, or leave it out"
+            )
+        if self.extractor is not None:
+            extraction.by_name(self.extractor)
+
+    @property
+    def kind(self) -> str:
+        """`rows`, `gym`, `textarena` or `reasoning-gym`."""
+        return next((name for name in _NAMED if getattr(self, name) is not None), "reasoning-gym")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +165,11 @@ class EvalConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "EvalConfig":
-        """Read a file; an unknown key is refused by its line, with the nearest name."""
+        """Read a file; an unknown key is refused by its line, with the nearest name. Paths in it are relative
+        to its folder.
+        """
         file = Path(path)
-        found = load(read_text(file), Source(file, file.parent))
+        found = load(read_text(file), Source(file, file.absolute().parent.resolve()))
         top = found.fields([f.name for f in fields(cls)], "an evaluation")
         for needed in ("environments", "model"):
             if needed not in top:
@@ -135,7 +188,7 @@ class EvalConfig:
             "history": Found.plain,
             "seed": Found.whole,
             "system_prompt": Found.text,
-            "out_dir": Found.text,
+            "out_dir": _path,
         }
         return cls(**made, **{name: read(top[name]) for name, read in readers.items() if name in top})
 
@@ -149,7 +202,7 @@ class EvalConfig:
                 self.model.spec,
                 create_sampling_params(self.inference),
                 self.system_prompt,
-                max_steps=one.max_steps or self.max_steps,
+                max_steps=self.max_steps if one.max_steps is None else one.max_steps,
                 history=self.history,
             )
             out.append((runner, tasks_of(made, one.task_indices, one.num_tasks)))
@@ -158,21 +211,39 @@ class EvalConfig:
     def run(
         self, out_dir: str | Path | None = None, *, progress: bool | None = None, told: Progress = None
     ) -> list[BatchResult]:
-        """Run all environments in one pool, a result for each; with a folder the resolved config is saved
-        there, and the same call goes on.
+        """Run all environments in one pool, a result for each; with a folder the resolved config is there
+        from the beginning (`eval.json`), and the same call goes on. A config that is refused replaces none.
         """
         folder = out_dir if out_dir is not None else self.out_dir
         trials = [runner.trials([Start(task=task) for task in tasks]) for runner, tasks in self.runners()]
         names = [f"{i:02d}_{one.name}" for i, one in enumerate(self.environments)]
+        keep = cache(partial(self._save, folder))
         options: dict[str, Any] = {"seed": self.seed, "progress": progress, "out_dir": folder}
-        found = run_trials(trials, names, self.batch_size, told, options)
-        if folder is not None:
-            write_whole(Path(folder) / "eval.json", self.to_dict())
+        if folder is not None and not _holds_run(Path(folder)):
+            keep()
+        found = run_trials(trials, names, self.batch_size, told, options | {"on_event": lambda event: keep()})
+        keep()
         return found
+
+    def _save(self, folder: str | Path | None) -> None:
+        """Write the resolved config, which the folder's run has taken."""
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            write_whole(Path(folder) / "eval.json", self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved config, as it is saved with a run."""
         return asdict(self)
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether a run was begun there, which may refuse another config."""
+    return (folder / "manifest.json").exists() or (folder / "seg").exists()
+
+
+def _path(found: Found) -> str:
+    """A path, relative to the file that names it."""
+    return str(found.source.folder / Path(found.text()).expanduser())
 
 
 def _made(kind: Any, found: Found) -> Any:
@@ -181,7 +252,9 @@ def _made(kind: Any, found: Found) -> Any:
     values: dict[str, Any] = {}
     for name, value in found.fields(by_name, f"{found.place or 'the file'}").items():
         said = str(by_name[name].type)
-        if "tuple[int" in said:
+        if name == "rows":
+            values[name] = _path(value)
+        elif "tuple[int" in said:
             values[name] = tuple(item.whole(0) for item in value.items())
         elif "tuple[str" in said:
             values[name] = value.texts()
@@ -217,26 +290,33 @@ class EnvironmentFactory:
     def create(config: EnvironmentConfig | Mapping[str, Any]) -> Environment:
         """The environment that a config (an object or a mapping) describes."""
         c: EnvironmentConfig = _read(EnvironmentConfig, config, "an environment")
-        kinds = [name for name in ("rows", "gym", "textarena") if getattr(c, name) is not None]
-        if len(kinds) > 1:
-            raise ValueError(f"environment {c.name} has {' and '.join(kinds)}: it is one of them")
-        extractor = extraction.by_name(c.extractor) if c.extractor is not None else None
-        given: dict[str, Any] = {} if extractor is None else {"extractor": extractor}
-        made: Environment
-        if c.rows is not None:
-            named: dict[str, Any] = {"question": c.question, "answer": c.answer, "name": c.name}
-            made = sources.Rows(c.rows, **named, **given, **c.config)
-        elif c.gym is not None:
-            made = games.TextGym(c.gym, **c.config)
-        elif c.textarena is not None:
-            made = arena.TextArena(c.textarena, **c.config)
-        else:
-            made = sources.ReasoningGym(
-                c.name, size=c.size, seed=c.seed, config=dict(c.config) or None, **given
-            )
+        try:
+            made = _environment(c)
+        except (ValueError, OSError, ImportError):
+            raise
+        except Exception as error:  # of many kinds: whatever a game raises where an option is wrong
+            raise ValueError(f"environment {c.name} cannot be made: {error!r}; see its config") from error
+        made.name = c.name
         if c.max_steps is not None:
             made.max_steps = c.max_steps
         return made
+
+
+def _environment(c: EnvironmentConfig) -> Environment:
+    given: dict[str, Any] = {} if c.extractor is None else {"extractor": c.extractor}
+    given |= {key: getattr(c, key) for key, (kind, _) in _ONLY.items() if kind == c.kind}
+    if c.kind == "reasoning-gym":
+        return sources.ReasoningGym(c.name, config=c.config, **given)
+    own = {name: value for name, value in c.config.items() if name in _OWN[c.kind]}
+    rest = {name: value for name, value in c.config.items() if name not in own}
+    if c.rows is not None:
+        for name in rest:
+            raise ValueError(f"config of rows takes no {name!r}: {nearest(str(name), _OWN['rows'])}")
+        return sources.Rows(c.rows, name=c.name, **own, **given)
+    own["options"] = {**own.get("options", {}), **rest}
+    if c.gym is not None:
+        return games.TextGym(c.gym, **own, **given)
+    return arena.TextArena(c.textarena or "", **own, **given)
 
 
 class BackendFactory:

@@ -105,8 +105,8 @@ class Environment:
         """The one that a trajectory uses: itself, or a copy where a step changes it."""
         return self if self.pure_step else copy.deepcopy(self)
 
-    def problems(self) -> list[str]:
-        """What does not fit together, in sentences; told before a run."""
+    def problems(self, system_prompt: str | None = None) -> list[str]:
+        """What does not fit together, in sentences; told before a run with this system prompt."""
         return []
 
 

@@ -17,12 +17,10 @@ from typing import Any, Literal
 
 from interlens.chat.reasoning import split
 from interlens.errors import nearest
+from interlens.evaluation.numerals import last_number
 from interlens.templating import describe_callable
 
 Which = Literal["last", "first"]
-
-MINUS = "-−"
-_SIGN = r"[+\-−]"
 
 
 class Extractor:
@@ -126,71 +124,20 @@ class Boxed(Extractor):
         return bool(re.search(r"(?i)boxed|fbox|\bin(?:side)? an? box\b", prompt))
 
 
-# A number begins in no word (x2, H2O, x_2), no exponent or subscript (m^2, x_{2}), no version (1.2.3).
-_BEGINS = r"(?<![^\W_])(?<![^\W_]_)(?<![0-9]\.)(?<!\^)(?<![\^_]\{)(?<!\^[-−])(?<!\^\{[-−])"
-_DIGITS = r"(?:[0-9]{1,3}(?:(?:[,_\u2009\u202f]|\{,\}|,\\!)[0-9]{3}(?![0-9]))++|[0-9]++)"
-_EXPONENT = rf"(?:[eE]{_SIGN}?[0-9]++)?+"
-_REAL = rf"{_DIGITS}(?:\.[0-9]++)?+{_EXPONENT}"
-_NUMBER = re.compile(
-    rf"""
-    (?= [+\-−0-9.\\$€£¥] )  # costs little, and most characters begin no number
-    (?P<sign> (?<![\w)\]}}%^-]) {_SIGN} )?+
-    (?: \\?[$€£¥] [ ]? (?P<second>{_SIGN})?+ )?+
-    (?>
-        \\[dt]?frac [ ]? \{{ [ ]? (?P<third>{_SIGN})?+ (?P<top>{_REAL}) [ ]? \}}
-            [ ]? \{{ [ ]? (?P<fourth>{_SIGN})?+ (?P<bottom>{_REAL}) [ ]? \}}
-      | {_BEGINS} (?P<real> {_REAL} | (?<![.)\]_]) \.[0-9]++ {_EXPONENT} )
-    )
-    (?:
-        [ ]? (?:[×x*·]|\\times|\\cdot) [ ]? 10 [ ]? \^ [ ]?
-            (?: \{{ [ ]? (?P<power>{_SIGN}?[0-9]++) [ ]? \}} | (?P<bare>{_SIGN}?[0-9]++) )
-      | (?! \.[0-9] | (?i:st|nd|rd|th)\b | [^\W\d_]++[\d_] )  # a version, 2nd, a word such as 7f3
-        (?! [ ]? \^ (?! [ ]?\{{?[ ]? (?:\\circ|°) ) )          # the base of a power
-        (?: [ ]? (?P<percent> \\?% | percent\b ) | [ ]? / [ ]? (?P<under>{_REAL}) )?+
-    )
-    """,
-    re.VERBOSE,
-)
-
-
 @dataclass(frozen=True)
 class Numeric(Extractor):
     r"""The last number, written in one way: no separators, currency, plus or needless zeros.
 
-    `$1,234.50` is `1234.5`, `3 \times 10^8` is `3e8`, `\frac{3}{4}` is `3/4` (not reduced), and `50%` stays
-    `50%`. Digits in words, ordinals, exponents and powers (`2^10`) are no numbers.
+    `$1,234.50` and `1 234.50` are `1234.5`, `3 \times 10^8` is `3e8`, `\frac{3}{4}` is `3/4` (not reduced),
+    `3 1/2` is `3.5`, and `50%` stays `50%`. Digits in words, ordinals, exponents and powers (`2^10`, `2**10`)
+    are no numbers.
     """
 
     name = "numeric"
     hint = "End with your final answer as a number."
 
     def extract(self, text: str) -> str | None:
-        found = _last(_NUMBER.finditer(text))
-        return _written(found.groupdict()) if found else None
-
-
-def _written(part: Mapping[str, str | None]) -> str:
-    """The one way to write a number of which these parts were found."""
-    top = _plain_real(part["top"] or part["real"] or "", part["power"] or part["bare"] or "")
-    under = part["bottom"] or part["under"]
-    minus = sum(part[sign] in tuple(MINUS) for sign in ("sign", "second", "third", "fourth")) % 2
-    ends = f"/{_plain_real(under)}" if under else "%" if part["percent"] else ""
-    return ("-" if minus and top != "0" else "") + top + ends
-
-
-def _plain_real(text: str, power: str = "") -> str:
-    """Digits without separators and needless zeros, and the exponent, if there is one."""
-    mantissa, _, exponent = text.lower().partition("e")
-    whole, _, decimals = re.sub(r"[^0-9.]", "", mantissa).partition(".")
-    decimals = decimals.rstrip("0")
-    out = (whole.lstrip("0") or "0") + (f".{decimals}" if decimals else "")
-    exponents = [_plain_whole(e) for e in (exponent, power) if e]
-    return out if out == "0" else "e".join([out, *(e for e in exponents if e != "0")][:2])
-
-
-def _plain_whole(text: str) -> str:
-    digits = text.lstrip("+" + MINUS).lstrip("0") or "0"
-    return f"-{digits}" if text[0] in MINUS and digits != "0" else digits
+        return last_number(text)
 
 
 @dataclass(frozen=True)

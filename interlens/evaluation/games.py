@@ -176,9 +176,9 @@ class TextGym(Game):
             "extractor": self.extractor.describe(),
         }
 
-    def problems(self) -> list[str]:
+    def problems(self, system_prompt: str | None = None) -> list[str]:
         """Where the messages do not ask for what the extractor reads."""
-        found = mismatch(self.extractor, f"{self.rules}\n\n{self._ask}")
+        found = mismatch(self.extractor, f"{system_prompt or ''}\n\n{self.rules}\n\n{self._ask}")
         return [found] if found else []
 
     def reset(self, *, task: int, seed: int) -> Turn:

@@ -191,11 +191,6 @@ class BatchResult:
 
     def compare(self, other: "BatchResult") -> "Comparison":
         """This result beside another on the same tasks."""
-        if self.name != other.name:
-            raise ValueError(
-                f"{self.name} and {other.name} are two environments: task 3 of the one is not task 3 of the "
-                f"other; compare results on the same tasks, or give both one name"
-            )
         mine, theirs = _by_task(self), _by_task(other)
         if not (common := [task for task in mine if task in theirs]):
             raise ValueError("the two results have no task in common: there is nothing to compare")
@@ -205,6 +200,7 @@ class BatchResult:
             first=sum(mine[t] and not theirs[t] for t in common),
             second=sum(theirs[t] and not mine[t] for t in common),
             left_out=len(mine) + len(theirs) - 2 * len(common),
+            names=(self.name, other.name),
         )
 
     def __repr__(self) -> str:
@@ -261,6 +257,10 @@ class Comparison:
     """Tasks in which the second alone succeeded."""
     left_out: int
     """Tasks of either that the other has not."""
+    names: tuple[str, str] = ("", "")
+    """What the two environments are called. Tasks are paired by number: it is for the reader to say whether
+    the tasks of two names are the same.
+    """
 
     @property
     def difference(self) -> float:
@@ -296,7 +296,8 @@ class Comparison:
 
     def __str__(self) -> str:
         low, high = self.interval
+        two = "" if self.names[0] == self.names[1] else f"{self.names[0]} beside {self.names[1]}: "
         return (
-            f"difference {self.difference:+.1%} ({low:+.1%} to {high:+.1%}, p = {self.p:.3g}) over {self.n} "
-            f"tasks: {self.first} only the first, {self.second} only the second, {self.both} both"
+            f"{two}difference {self.difference:+.1%} ({low:+.1%} to {high:+.1%}, p = {self.p:.3g}) over "
+            f"{self.n} tasks: {self.first} only the first, {self.second} only the second, {self.both} both"
         )

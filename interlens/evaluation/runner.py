@@ -72,7 +72,8 @@ class TrajectoryRunner:
         self.conversation = Conversation(
             self.models, moderator_name=WORLD, context_policy=context_policy
         ).turns(self.max_steps)
-        for problem in getattr(environment, "problems", list)():
+        asked = self.model.system_prompt
+        for problem in environment.problems(asked if isinstance(asked, str) else None):
             log.warning("%s: %s", environment.name, problem)
 
     def _participant(

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from fractions import Fraction
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ from interlens.errors import nearest, require
 from interlens.evaluation.environment import Environment, Signal, StepResult
 from interlens.evaluation.extraction import Boxed, Extractor, First, Tag, Whole, by_name, extract, mismatch
 from interlens.evaluation.games import Chance
+from interlens.evaluation.numerals import value_of
 from interlens.request import digest_of
 from interlens.rowfiles import RowFile
-from interlens.runner.records import storable
+from interlens.runner.records import described
 from interlens.templating import describe_callable
 
 Score = Callable[[str, Any, Mapping[str, Any]], float]
@@ -74,12 +74,15 @@ class Questions(Environment):
             signals.append(Signal("score", score, "process"))
         return StepResult(state=replace(state, done=True), signals=signals, terminated=True, info=info)
 
-    def problems(self) -> list[str]:
-        """Where the first prompts do not ask for what the extractor reads."""
+    def problems(self, system_prompt: str | None = None) -> list[str]:
+        """Where the first prompts, behind the system prompt of the model, do not ask for what the extractor
+        reads.
+        """
         found: dict[str | None, None] = {}
         for task in range(min(3, len(self))):
             shown = self.messages(self.reset(task=task, seed=0))
-            found[mismatch(self.extractor, "\n\n".join(m["content"] for m in shown))] = None
+            said = [system_prompt or "", *(m["content"] for m in shown)]
+            found[mismatch(self.extractor, "\n\n".join(said))] = None
         return [sentence for sentence in found if sentence]
 
     def _task(self, task: int) -> tuple[str, Any]:
@@ -103,7 +106,8 @@ class Rows(Questions):
 
     `rows` is a list of mappings, anything else with a length and `[i]`, or the path of a `.jsonl`, `.json`,
     `.csv` or `.parquet` file. `question` is a column or a function of the row; `prompt` has its place in it.
-    `score(answer, gold, row)` is `exact_match` unless given; one that raises makes the trajectory fail.
+    `score(answer, gold, row)` is `exact_match` unless given, with the gold and with what the extractor reads
+    of it, so that a reply which is the gold is right; a score that raises makes the trajectory fail.
 
     >>> Rows([{"question": "1 + 1?", "answer": 2}], extractor="numeric")
     Rows('rows', 1 task)
@@ -140,7 +144,7 @@ class Rows(Questions):
     def describe(self) -> Any:
         """What results depend on, the rows by their digest."""
         if self._digest is None:
-            self._digest = digest_of([digest_of(storable(self._row(i))) for i in range(len(self))])
+            self._digest = digest_of([digest_of(described(dict(self._row(i)))) for i in range(len(self))])
         ask = self.question if isinstance(self.question, str) else describe_callable(self.question)
         return {
             "type": describe_callable(type(self)),
@@ -172,7 +176,16 @@ class Rows(Questions):
         return [{"role": "user", "content": self.prompt.replace("{question}", state.question)}]
 
     def _grade(self, answer: str, state: Asked, info: dict[str, Any]) -> Any:
-        return (self.score or exact_match)(answer, state.gold, self._row(state.task))
+        if self.score is not None:
+            return self.score(answer, state.gold, self._row(state.task))
+        return max(exact_match(answer, gold) for gold in (state.gold, self._read(state.gold)))
+
+    def _read(self, gold: Any) -> Any:
+        """What the extractor reads of a gold, or of each of several; the gold, where it finds nothing."""
+        if isinstance(gold, list | tuple):
+            return [self._read(one) for one in gold]
+        found = self.extractor.extract(str(gold))
+        return gold if found is None else found
 
 
 class HubRows(Rows):
@@ -207,9 +220,6 @@ def _rows_of(rows: Any) -> Any:
     return rows
 
 
-_AS_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][+-]?\d{1,3})?(?:\s*/\s*\d+)?")
-
-
 def exact_match(answer: str, gold: Any, row: Mapping[str, Any] | None = None) -> float:
     """1 where the answer is the gold, but for case and space around it; numbers are compared as numbers. A
     gold that is a list holds several, each of which is right. Never raises.
@@ -222,25 +232,13 @@ def exact_match(answer: str, gold: Any, row: Mapping[str, Any] | None = None) ->
     left, right = (str(text).strip().casefold() for text in (answer, gold))
     if left == right:
         return 1.0
-    a, b = _number(left), _number(right)
+    a, b = value_of(left), value_of(right)
     if a is None or b is None:
         return 0.0
     rounded = (
         isinstance(gold, float) and not gold.is_integer()
     )  # computed: its last digits are nobody's answer
     return float(a == b or (rounded and abs(a - b) * 10**9 <= abs(b)))
-
-
-def _number(text: str) -> Fraction | None:
-    """The number that a text is, and nothing else."""
-    text = text.replace("\N{MINUS SIGN}", "-")
-    if len(text) > 300 or not text.isascii() or not _AS_NUMBER.fullmatch(text):
-        return None
-    top, _, bottom = text.replace(",", "").partition("/")
-    try:
-        return Fraction(top) / Fraction(bottom or 1)
-    except (ValueError, ZeroDivisionError):
-        return None
 
 
 CHECKED_WITH = "reasoning-gym 0.1.25"
@@ -322,7 +320,7 @@ class ReasoningGym(Questions):
         return {
             "type": describe_callable(type(self)),
             "reasoning_gym": version("reasoning-gym"),
-            "dataset": [self.dataset, self.size, self.seed, storable(self.config)],
+            "dataset": [self.dataset, self.size, self.seed, described(self.config)],
             "extractor": self.extractor.describe(),
             "prompt": self.prompt,
         }

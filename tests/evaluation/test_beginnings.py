@@ -16,6 +16,7 @@ from interlens.evaluation.environment import Environment, Signal, StepResult
 from interlens.evaluation.extraction import Tag
 from interlens.evaluation.results import BatchResult, Comparison
 from interlens.evaluation.runner import TrajectoryRunner
+from interlens.evaluation.sources import Rows
 from interlens.request import ChatParams
 from interlens.runner.records import described
 from interlens.testing import tiny
@@ -249,8 +250,16 @@ def test_an_interval_of_pairs_stays_within_its_bounds():
                 assert high - low > 0.05
 
 
-def test_two_environments_are_not_compared_by_number():
+def test_a_comparison_of_two_environments_names_both():
     guess = TrajectoryRunner(Guess(4), says("1")).run_batch()
     asked = TrajectoryRunner(Asked(4), says("1")).run_batch()
-    with pytest.raises(ValueError, match="guess and asked are two environments"):
-        guess.compare(asked)
+    assert str(guess.compare(asked)).startswith("guess beside asked: difference -75.0%")
+    assert str(guess.compare(guess)).startswith("difference +0.0%")
+
+
+def test_what_a_system_prompt_asks_for_is_asked_for(caplog: pytest.LogCaptureFixture):
+    rows = Rows([{"question": "1 + 1?", "answer": "2"}], extractor=Tag("answer"))
+    TrajectoryRunner(rows, says("x"), system_prompt="Answer in <answer></answer> tags.")
+    assert not caplog.records
+    TrajectoryRunner(rows, says("x"), system_prompt="Be kind.")
+    assert "the prompt never asks for it" in caplog.text

@@ -8,13 +8,19 @@ import pickle
 import random
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
+from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 
 from interlens.backends import ScriptedBackend
+from interlens.errors import RecipeChanged
 from interlens.evaluation import sources
 from interlens.evaluation.environment import Environment, StepResult
 from interlens.evaluation.extraction import Boxed, Numeric, Tag
@@ -36,6 +42,15 @@ ROWS = [
     {"question": "The capital of France?", "answer": "Paris"},
     {"question": "Half of one, {braces} and all?", "answer": 0.5},
 ]
+
+
+@dataclass(frozen=True)
+class Half:
+    """A value that is no JSON."""
+
+    whole: str
+
+
 NONSENSE = [
     "",
     " ",
@@ -202,6 +217,58 @@ def test_exact_match_never_raises():
         assert exact_match(text, text) == 1.0
 
 
+@pytest.mark.parametrize(
+    "gold",
+    [
+        *(
+            "$5",
+            "$1,234.50",
+            "50.0%",
+            "12.50%",
+            "5 kg",
+            "3 1/2",
+            r"\frac{3}{4}",
+            "2 000",
+            1e-07,
+            -3,
+            0.1 + 0.2,
+        ),
+        *(["$5", "6"], (7, "50.0%"), Fraction(1, 2)),
+    ],
+)
+def test_a_reply_that_is_the_gold_is_right(gold: Any):
+    rows = Rows([{"question": "?", "answer": gold}], extractor=["boxed", "numeric"])
+    for said in gold if isinstance(gold, list | tuple) else [gold]:
+        assert values(taken(rows, 0, f"It is {said}"))["success"] == 1
+        assert values(taken(rows, 0, rf"It is \boxed{{{said}}}"))["success"] == 1
+    for wrong in ("It is 9.", "None", "It is 1/7", ""):
+        assert values(taken(rows, 0, wrong))["success"] == 0
+
+
+def test_a_gold_in_which_nothing_is_read_stays_as_it_is():
+    rows = Rows([{"question": "?", "answer": "many"}], extractor={"pattern": r"(\w+)!"})
+    assert values(taken(rows, 0, "many!"))["success"] == 1
+    assert values(taken(rows, 0, "None!"))["success"] == 0
+
+
+def test_a_scorer_is_given_the_gold_as_it_is():
+    found: list[Any] = []
+
+    def score(answer: str, gold: Any, row: Mapping[str, Any]) -> float:
+        found.append((answer, gold))
+        return 0.0
+
+    taken(Rows([{"question": "?", "answer": "$5"}], extractor="numeric", score=score), 0, "$5")
+    assert found == [("5", "$5")]
+
+
+def test_a_system_prompt_may_ask_for_what_is_read():
+    rows = Rows(ROWS, extractor=Tag())
+    assert len(rows.problems()) == 1
+    assert len(rows.problems("Be brief.")) == 1
+    assert rows.problems("Answer in <answer></answer> tags.") == []
+
+
 def test_a_prompt_that_does_not_ask_is_told_once():
     assert len(Rows(ROWS, extractor=Boxed()).problems()) == 1
     assert r"\boxed" in Rows(ROWS, extractor=Boxed()).problems()[0]
@@ -289,6 +356,38 @@ def test_what_results_depend_on_is_described():
         Rows(ROWS, prompt="{question}!"),
     ]
     assert len({base, *(json.dumps(o.describe(), sort_keys=True) for o in others)}) == 6
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Fraction(1, 2), Fraction(1, 3)),
+        (Decimal("0.1"), Decimal("0.2")),
+        (date(2024, 1, 1), date(2024, 1, 2)),
+        (UUID(int=1), UUID(int=2)),
+        (b"a", b"b"),
+        ([1, Fraction(1, 2)], [1, Fraction(1, 3)]),
+        ({"x": (Decimal(1),)}, {"x": (Decimal(2),)}),
+        (Half("a"), Half("b")),
+    ],
+)
+def test_values_that_are_no_json_are_told_apart(one: Any, other: Any):
+    def told(gold: Any) -> str:
+        return json.dumps(Rows([{"question": "?", "answer": gold}]).describe(), sort_keys=True)
+
+    assert told(one) == told(copy.deepcopy(one))
+    assert told(one) != told(other)
+
+
+def test_a_run_goes_on_with_no_other_gold(tmp_path: Path):
+    def run(gold: Any) -> Any:
+        rows = Rows([{"question": "?", "answer": gold}])
+        return TrajectoryRunner(rows, ScriptedBackend(["1/2"])).run_batch(out_dir=tmp_path / "run")
+
+    assert run(Fraction(1, 2)).success_rate == 1
+    assert run(Fraction(1, 2)).success_rate == 1
+    with pytest.raises(RecipeChanged):
+        run(Fraction(1, 3))
 
 
 # -- reasoning-gym
