@@ -9,8 +9,10 @@ no import path (a lambda, a loaded model, an open data set) is refused by the na
 import base64
 import importlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -260,28 +262,55 @@ _STATE: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 """The live fields that are stored beside the transcript: how each is written and read."""
 
 
+_BESIDE = re.compile(r"(activations|edits)-(\d+)(-\d+)?\.(safetensors|json)")
+"""The files that a save puts beside `conversation.json`: what they hold, the message's index, and a number
+where that name was taken.
+"""
+
+
 def save(conv: Dialogue, folder: str | Path) -> Path:
-    """Write `conversation.json`, and per message a file of activations and one of edits where it has some."""
+    """Write `conversation.json`, which names the files beside it: per message one of activations and one of
+    edits, where it has some. What was saved in the folder before stays whole until this is.
+    """
     target = Path(folder)
+    said = list(enumerate(conv.transcript))
+    acts = {
+        i: _free(target, f"activations-{i:05d}.safetensors") for i, m in said if m.activations is not None
+    }
+    edited = {i: _free(target, f"edits-{i:05d}.json") for i, m in said if m.edits}
     document = {
         "format": "interlens conversation",
         "version": VERSION,
+        "files": {
+            what: {str(i): path.name for i, path in paths.items()}
+            for what, paths in (("activations", acts), ("edits", edited))
+        },
         "recipe": recipe_to_dict(conv.recipe),
         "state": {name: write(getattr(conv, name)) for name, (write, _) in _STATE.items()},
         "transcript": conv.transcript.to_list(),
     }
     text = json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False)
     target.mkdir(parents=True, exist_ok=True)
-    for index, message in enumerate(conv.transcript):
-        if message.activations is not None:
-            message.activations.save(target / f"activations-{index:05d}.safetensors")
-        if message.edits:
-            stored = json.dumps(encode(message.edits, f"the edits of message {index}"))
-            (target / f"edits-{index:05d}.json").write_text(stored, encoding="utf-8")
+    for i, message in said:
+        if i in acts:
+            message.activations.save(acts[i])
+        if i in edited:
+            stored = json.dumps(encode(message.edits, f"the edits of message {i}"))
+            edited[i].write_text(stored, encoding="utf-8")
     work = target / "conversation.json.new"
     work.write_text(text, encoding="utf-8", errors="surrogatepass")
     work.replace(target / "conversation.json")
+    for file in target.iterdir():
+        if _BESIDE.fullmatch(file.name) and file not in {*acts.values(), *edited.values()}:
+            file.unlink()
     return target
+
+
+def _free(folder: Path, name: str) -> Path:
+    """A path in the folder where no file is yet."""
+    stem, dot, end = name.partition(".")
+    paths = (folder / f"{stem}{f'-{n}' if n else ''}{dot}{end}" for n in count())
+    return next(path for path in paths if not path.exists())
 
 
 def load(kind: type[D], folder: str | Path, *, trust: bool) -> D:
@@ -295,20 +324,34 @@ def load(kind: type[D], folder: str | Path, *, trust: bool) -> D:
             f"{folder} has the format version {document.get('version')}; this version of interlens reads "
             f"{VERSION}"
         )
+    files = document.pop("files", None)
     _compare_names(set(document), {"format", "version", "recipe", "state", "transcript"}, str(path.name))
     _compare_names(set(document["state"]), set(_STATE), "the state")
     conv = kind.of(recipe_from_dict(document["recipe"], trust))
     transcript = Transcript.from_list(document["transcript"])
-    for file in sorted(Path(folder).glob("activations-*.safetensors")):
-        index = int(file.stem.split("-")[1])
-        if index < len(transcript):
-            transcript.replace(index, transcript[index].with_(activations=Activations.load(file)))
-    for file in sorted(Path(folder).glob("edits-*.json")):
-        index = int(file.stem.split("-")[1])
-        if index < len(transcript):
-            made = decode(json.loads(file.read_text(encoding="utf-8")), file.name, trust)
-            transcript.replace(index, transcript[index].with_(edits=made))
+    for index, file in _beside(Path(folder), files, "activations", len(transcript)).items():
+        transcript.replace(index, transcript[index].with_(activations=Activations.load(file)))
+    for index, file in _beside(Path(folder), files, "edits", len(transcript)).items():
+        made = decode(json.loads(file.read_text(encoding="utf-8")), file.name, trust)
+        transcript.replace(index, transcript[index].with_(edits=made))
     conv._transcript = transcript
     for name, (_, read) in _STATE.items():
         setattr(conv, name, read(document["state"][name]))
     return conv
+
+
+def _beside(folder: Path, files: Any, what: str, n: int) -> dict[int, Path]:
+    """The files of one kind by the index of their message, of n; a save without a list owns all there are."""
+    if files is None:
+        named = (m for m in (_BESIDE.fullmatch(file.name) for file in folder.iterdir()) if m)
+        found = {int(m[2]): folder / m[0] for m in named if m[1] == what and not m[3]}
+        return {i: file for i, file in sorted(found.items()) if i < n}
+    _compare_names(set(files), {"activations", "edits"}, "the list of files")
+    found = {int(i): folder / Path(name).name for i, name in files[what].items()}
+    for i, file in found.items():
+        if not (0 <= i < n and file.is_file()):
+            raise StoreError(
+                f"conversation.json has {n} messages and names {file.name} for message {i}: "
+                f"{'the file is missing' if i < n else 'there is no such message'}; save it again"
+            )
+    return found

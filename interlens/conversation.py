@@ -13,7 +13,7 @@ from typing import Any
 from interlens import archive, pretrained, program, rollouts
 from interlens.chat.reasoning import Visibility
 from interlens.dialogue import Tap
-from interlens.errors import nearest
+from interlens.errors import nearest, whole
 from interlens.hooks import TurnHook
 from interlens.interp.capture import Activations, Capture
 from interlens.interp.edits import Edit, edits_of
@@ -199,13 +199,16 @@ class Conversation(Viewing):
                 )
         return self._with(analyzers=pairs)
 
-    def hook(self, *what: Any, speaker: str | None = None, turns: Any = None) -> "Conversation":
-        """Attach captures and edits to the turns of a speaker; `turns` counts speaking turns."""
+    def hook(self, *what: Any, speaker: Any = None, turns: Any = None) -> "Conversation":
+        """Attach captures and edits to the turns of a speaker; `turns` are ordinals of speaking turns: a
+        number, several, a slice, or `None` for all.
+        """
         for item in what:
             if not isinstance(item, Capture | Edit | StopWhen | TurnHook):
                 raise TypeError(
                     f"hook takes Capture, Steer, Ablate, Patch, StopWhen or a TurnHook; got {item!r}"
                 )
+        speaker = self.participant(speaker).name if speaker is not None else None
         added = tuple(Hooked(item, speaker, turns) for item in what)
         return self._with(hooks=(*self.recipe.hooks, *added))
 
@@ -226,8 +229,10 @@ class Conversation(Viewing):
         not to. Where it is interrupted the transcript holds whole turns, and `draft` the words of the next.
         """
         self._ready()
-        turns = turns if turns is not None else self.recipe.turns
+        turns = whole(turns, "run(turns)", 0) if turns is not None else self.recipe.turns
         until = until if until is not None else self.recipe.run_until
+        if until is not None and not hasattr(until, "should_stop"):
+            raise TypeError(f"until= takes a stop condition (with should_stop), got {until!r}")
         if first is not None:
             self.participant(first)
         if prompt is not None:
@@ -384,10 +389,14 @@ def _options(given: Mapping[str, Any]) -> Options:
         if name not in SAMPLING:
             raise TypeError(f"a turn takes no {name!r}: {nearest(name, [*SAMPLING, *names])}")
     capture, logprobs, cap = given.get("capture"), given.get("logprobs", False), given.get("max_new_tokens")
-    if cap is not None and cap < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {cap}")
+    if cap is not None:
+        cap = whole(cap, "max_new_tokens", 1)
+    captures = () if capture is None else (capture,) if isinstance(capture, Capture | str) else tuple(capture)
+    for one in captures:
+        if not isinstance(one, Capture):
+            raise TypeError(f'capture= takes Capture("resid_post", layers=[12]), or several; got {one!r}')
     return Options(
-        captures=() if capture is None else (capture,) if isinstance(capture, Capture) else tuple(capture),
+        captures=captures,
         edits=edits_of(given.get("steer"), given.get("patch")),
         logprobs=None if logprobs is False else 0 if logprobs is True else int(logprobs),
         cap=cap,

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from interlens import html, program
-from interlens.chat.spans import Span
+from interlens.chat.spans import Segment, Span
 from interlens.chat.view import View
 from interlens.interp.capture import Capture
 from interlens.interp.directions import Direction
 from interlens.interp.edits import Steer
+from interlens.interp.sites import WHOLE, parse
+from interlens.message import Message
 from interlens.models import ModelParticipant
 from interlens.runner.scheduler import scheduler
 
@@ -29,7 +31,9 @@ class Reading:
     author: str
     reader: str
     positions: tuple[int, ...]
-    """Token positions of its content in the reader's view; position 0 is left out."""
+    """Token positions of its words in the reader's view, without reasoning and tool calls; position 0 is
+    left out.
+    """
     tensor: "torch.Tensor"
     """`[positions, d]`, or `[positions, 1]` where projected."""
 
@@ -37,9 +41,10 @@ class Reading:
 def readings(conv: Any, capture: Capture, readers: Sequence[Any] | None = None) -> list[Reading]:
     """Every message's content in every reader's view, from one pass per reader over all that was said.
 
-    A message is in its speaker's own view and in every listener's; both are here. The pass is made without
-    edits: what a turn under an edit looked like inside is in its own captures. The capture names one site and
-    layer, and leaves span and means to this.
+    A message is in its speaker's own view and in every listener's; both are here, over the same words: what
+    it thought and the tools it called are no part of its content. The pass is made without edits: what a turn
+    under an edit looked like inside is in its own captures. The capture names one site and layer, and leaves
+    span and means to this.
     """
     if capture.span is not None or capture.reduced_as in ("mean", "last"):
         raise ValueError("readings takes every message's content itself: leave span and reduce out")
@@ -68,19 +73,32 @@ def contents(view: View) -> list[tuple[int, str, tuple[int, ...]]]:
     """The content of every message of a view: index, author, positions."""
     found: dict[int, tuple[str, list[int]]] = {}
     for start, end, segment in view.spans():
-        if segment.message is not None and segment.part == "content" and segment.speaker is not None:
+        if segment.message is not None and segment.speaker is not None and is_said(segment):
             _, at = found.setdefault(segment.message, (segment.speaker, []))
             at += [p for p in range(start, end) if p > 0]
     return [(index, author, tuple(at)) for index, (author, at) in found.items() if at]
+
+
+def is_said(segment: Segment) -> bool:
+    """Whether a segment holds what a message says: not its reasoning, nor a tool's call or answer."""
+    return segment.part == "content" and segment.speaker is not None and segment.channel in (None, "answer")
+
+
+def capture_of(by: Any, *, reduce: Any = None, **rest: Any) -> Capture:
+    """A capture at the place of a direction or a probe. A site of the whole model has no layer (0, as its
+    activations write it).
+    """
+    if by.layer is None and by.site not in WHOLE:
+        raise ValueError(f"{by!r} does not say its layer: give it one, layer=12")
+    layers = (by.layer or None) if by.site in WHOLE else by.layer
+    return Capture(by.site, layers=layers, reduce=reduce, **rest)
 
 
 def project(conv: Any, direction: Direction, readers: Sequence[Any] | None = None) -> "pandas.DataFrame":
     """The mean of h.u over each message's content, in the view of everybody who reads it."""
     import pandas
 
-    if direction.layer is None:
-        raise ValueError("the direction does not say its layer: Direction(vector, layer=12)")
-    capture = Capture(direction.site, layers=direction.layer, reduce=direction)
+    capture = capture_of(direction, reduce=direction)
     rows = [
         {
             "message": r.message,
@@ -96,8 +114,8 @@ def project(conv: Any, direction: Direction, readers: Sequence[Any] | None = Non
 
 def compare(a: Any, b: Any, direction: Direction | None = None) -> "pandas.DataFrame":
     """Two branches side by side, message by message: words, whether they are the same, the mean
-    log-probability of each reply where it was kept (`logprobs=True`), and with a direction the projection of
-    each message in its author's own view.
+    log-probability of each reply where it was kept (`logprobs=True`) and its words are those that were
+    sampled, and with a direction the projection of each message in its author's own view.
     """
     import pandas
 
@@ -115,13 +133,20 @@ def compare(a: Any, b: Any, direction: Direction | None = None) -> "pandas.DataF
         same = len(there) == 2 and there[0].content == there[1].content
         row: dict[str, Any] = {"message": i, "author": there[0].author, "same": same}
         for name, message in found.items():
-            logprobs = message.metadata.get("logprobs") if message is not None else None
             row[name] = message.content if message is not None else None
-            row[f"logprob_{name}"] = sum(logprobs) / len(logprobs) if logprobs else None
+            row[f"logprob_{name}"] = _logprob(message) if message is not None else None
             if direction is not None:
                 row[f"projection_{name}"] = tables[name].get(i)
         rows.append(row)
     return pandas.DataFrame(rows)
+
+
+def _logprob(message: Message) -> float | None:
+    """The mean over a reply; `None` where none was kept, or its words are others than were sampled."""
+    found = message.metadata.get("logprobs")
+    if not found or message.metadata.get("content_ids", ()) is None:
+        return None
+    return float(sum(found) / len(found))
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,18 +199,16 @@ def contagion(
     """
     import pandas
 
-    if direction.layer is None:
-        raise ValueError("the direction does not say its layer: Direction(vector, layer=12)")
+    said = Span(phase="generated", part="content")
+    own = capture_of(direction, reduce=direction, when="before", span=said)
     arms: dict[str, Any] = {"none": None}
     for c in coefs:
         arms[f"{c:+g}"] = Steer(direction, coef=c)
         if control:
             arms[f"random {c:+g}"] = Steer(direction.random_like(seed), coef=c)
-    said = Span(phase="generated", part="content")
-    own = Capture(direction.site, layers=direction.layer, reduce=direction, when="before", span=said)
     rows = []
     for arm, steer in arms.items():
-        recipe = conv.hook(own)
+        recipe = _capturing_first(conv, own)
         if steer is not None:
             recipe = recipe.hook(steer, speaker=speaker)
         report = recipe.turns(turns).rollout(n=n, seed=seed, progress=False)
@@ -197,10 +220,22 @@ def contagion(
     return Contagion(pandas.DataFrame(rows), names)
 
 
+def _capturing_first(conv: Any, own: Capture) -> Any:
+    """The conversation with one more capture, before those of its recipe: what it catches of a turn comes
+    first, which tells it from theirs also where a result was stored.
+    """
+    made = conv.hook(own)
+    *others, last = made.recipe.hooks
+    made.recipe = made.recipe.changed(hooks=(last, *others))
+    return made
+
+
 def _measured(
     arm: str, result: Any, own: Capture, scores: Mapping[str, Callable[[str], float]]
 ) -> list[dict[str, Any]]:
-    acts = {a.turn: a for a in result.activations if a.source is own}  # the recipe may capture more
+    [(site, layer)] = parse(own.sites[0], own.layers)  # type: ignore[arg-type]
+    found = result.activations.query(site=site, layer=layer)
+    acts = {a.turn: a for a in reversed(found) if (a.reduce, a.span) == (own.reduced_as, repr(own.span))}
     rows = []
     for index, message in enumerate(result.transcript):
         act = acts.get(message.metadata.get("turn")) if message.token_ids else None

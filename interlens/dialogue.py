@@ -55,8 +55,7 @@ class Dialogue:
         self.analysis: Any = None
         self.course: dict[str, Course] | None = None
         """What became of the turns of a run that is watched, by path."""
-        self.kept: Any = None
-        """The run folder and the job that it was read from."""
+        self.kept = None
         self.draft: Message | None = None
         """The words of a turn that was broken off; not part of the transcript."""
         self.batched = recipe.execution_mode == "throughput"
@@ -78,6 +77,23 @@ class Dialogue:
     def transcript(self) -> Transcript:
         """What was said."""
         return self._transcript
+
+    @property
+    def kept(self) -> Any:
+        """The run folder and the job that it was read from; `None` once a turn of that job is said otherwise:
+        what is stored there is then not all of this conversation.
+        """
+        if self._kept is None:
+            return None
+        place, said = self._kept
+        stored = {(m.author, m.metadata.get("turn")): m for m in said}
+        now = ((m, stored.get((m.author, m.metadata.get("turn")))) for m in self._transcript)
+        same = all(old is None or _as_sampled(m, old) for m, old in now)
+        return place if same else None
+
+    @kept.setter
+    def kept(self, place: Any) -> None:
+        self._kept = None if place is None else (place, self._transcript.messages)
 
     @property
     def names(self) -> list[str]:
@@ -256,9 +272,14 @@ class Dialogue:
     def reset(self) -> Self:
         """Back to the beginning: the shared context and nothing else."""
         self._transcript, self._denied, self._draws, self.memory = Transcript(), [], {}, {}
-        self._seeded, self.analysis, self.draft = False, None, None
+        self._seeded, self.analysis, self.draft, self.kept = False, None, None, None
         self._open()
         return self
+
+
+def _as_sampled(message: Message, old: Message) -> bool:
+    """Whether what a model read and sampled for a message is that of another, whatever its words are now."""
+    return message.prompt is old.prompt and message.token_ids == old.token_ids
 
 
 def edited(message: Message, content: str, reason: str | None = None) -> Message:

@@ -8,6 +8,7 @@
     ├── EngineError         the decode loop or a plan inside it failed
     ├── ProviderError       a hosted model or a server failed
     │   └── ProviderStopped quota, billing or key: no call will work until somebody acts
+    │       └── KeyMissing  no key is given
     ├── ParticipantError    a user's participant, tool, hook or script failed
     ├── StoreError          a run folder that cannot be read or written
     │   └── RecipeChanged   the folder holds a run of another recipe
@@ -19,6 +20,7 @@ program that was stopped, and passes `except Exception`. Neither is `Stopped`, a
 
 import difflib
 import importlib
+import operator
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
@@ -58,6 +60,10 @@ class ProviderStopped(ProviderError):
     """A provider refuses every call: quota, billing or key. The run ends and can be resumed; no conversation
     is marked as failed.
     """
+
+
+class KeyMissing(ProviderStopped, ValueError):
+    """There is no key to call a provider with."""
 
 
 class ParticipantError(InterlensError):
@@ -101,6 +107,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, options, n=1)
     listed = "There are: " + ", ".join(options) if options else "There are none"
     return f'did you mean "{close[0]}"? {listed}' if close else listed
+
+
+def whole(value: Any, what: str, least: int | None = None) -> int:
+    """A whole number of any integer type, at least so much."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is a whole number, got {value!r}") from None
+    if least is not None and found < least:
+        raise ValueError(f"{what} must be at least {least}, got {found}")
+    return found
 
 
 def require(module: str, purpose: str, extra: str) -> ModuleType:

@@ -38,8 +38,9 @@ def deny(reason: str | None = None) -> Review:
     return Review("deny", reason=reason)
 
 
-def edit(content: str, reason: str | None = None) -> Review:
-    """Commit other words in the place of the message's."""
+def edit(content: str | Message, reason: str | None = None) -> Review:
+    """Commit other words in the place of the message's; of a message, its words."""
+    content = content.content if isinstance(content, Message) else content
     if not isinstance(content, str):
         raise TypeError(f"edit(...) takes the new words as text, got {type(content).__name__}")
     return Review("edit", content, reason)

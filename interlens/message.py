@@ -12,7 +12,7 @@ from typing import Any
 
 from interlens import html
 
-VOLATILE = frozenset({"reused_tokens", "shared_prefill", "seconds"})
+VOLATILE = frozenset({"reused_tokens", "shared_prefill", "seconds", "batched"})
 """Metadata that tells how a message was made, not what it is; left out of any comparison."""
 
 

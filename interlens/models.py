@@ -15,7 +15,7 @@ from interlens.chat import tools as calling
 from interlens.chat.template import Block, ChatTemplate, Thinking
 from interlens.chat.view import Entry, Reading, View, compose, trail_blocks
 from interlens.engine import load
-from interlens.errors import nearest
+from interlens.errors import nearest, whole
 from interlens.interp.capture import Capture
 from interlens.interp.edits import Edit, edits_of
 from interlens.interp.plan import Edited, RowPlan, plan_of
@@ -79,8 +79,7 @@ class ModelParticipant(Participant):
         names = [t.name for t in self.tools]
         if doubled := sorted({n for n in names if names.count(n) > 1}):
             raise ValueError(f"{self.name}: two tools are called {doubled[0]!r}; a call could mean either")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"{self.name}: max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        whole(self.max_new_tokens, f"{self.name}: max_new_tokens", 1)
         if self.thinking not in ("auto", True, False):
             raise ValueError(f'{self.name}: thinking is "auto", True or False; got {self.thinking!r}')
         if self.kv_reuse not in ("auto", True, False):

@@ -12,7 +12,7 @@ from interlens import stop, templating
 from interlens.chat.context import policy_of
 from interlens.chat.view import Entry, View
 from interlens.dialogue import Course, Dialogue, edited
-from interlens.errors import ContextOverflow, ParticipantError
+from interlens.errors import ContextOverflow, ParticipantError, nearest
 from interlens.hooks import Review, TurnHook, reviewer, run_review
 from interlens.interp.capture import Capture
 from interlens.interp.edits import Edit
@@ -53,7 +53,7 @@ def run(conv: Dialogue, turns: int | None, until: Any, first: Any) -> Generator[
             "run() needs a number of turns or a stop condition: run(turns=6), .turns(6) or run(until=…)"
         )
     if condition is not None:
-        condition.reset()
+        stop.reset(condition)
     taken = 0
     while turns is None or taken < turns:
         path = f"turn/{taken}"
@@ -198,6 +198,9 @@ def situation(
     captures = [h for h in hooked if isinstance(h, Capture)] + [tap.capture for tap in conv.taps]
     edits = [h for h in hooked if isinstance(h, Edit)]
     stops = tuple(h for h in hooked if isinstance(h, StopWhen))
+    there = names | {e.message.author for e in said} | {recipe.moderator_name}
+    for one in (*captures, *options.captures):
+        _refuse_strangers(one.span, there)
     last = next((e.message for e in reversed(entries) if e.message.author == speaker.name), None)
     return Turn(
         entries=tuple(entries),
@@ -224,6 +227,15 @@ def situation(
         settings=options.settings,
         batched=conv.batched,
     )
+
+
+def _refuse_strangers(span: Any, there: set[str]) -> None:
+    """A capture of nobody's words would be empty for good, and say nothing."""
+    for part in getattr(span, "of", ()):
+        _refuse_strangers(part, there)
+    name = getattr(span, "speaker", None)
+    if name is not None and name not in there:
+        raise ValueError(f"a capture names the speaker {name!r}, whom nobody heard: {nearest(name, there)}")
 
 
 def _memory(last: Message | None, name: str, purpose: str) -> Edited | None:

@@ -5,6 +5,7 @@ A recipe is a value: a modifier makes another one. It is checked when it is made
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from operator import index
 from typing import Any, Literal, get_args
 
 from interlens import speakers, stop, templating
@@ -37,8 +38,23 @@ class Hooked:
     what: Capture | Edit | StopWhen | TurnHook
     speaker: str | None = None
     """`None` is everybody."""
-    turns: slice | int | None = None
-    """Ordinals of speaking turns; `None` is every turn."""
+    turns: slice | int | tuple[int, ...] | None = None
+    """Ordinals of speaking turns, from 0; `None` is every turn."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.turns, slice):
+            told: tuple[Any, ...] = (self.turns.start, self.turns.stop, self.turns.step)
+        elif isinstance(self.turns, list | tuple | range | set | frozenset):
+            told = tuple(sorted(self.turns))
+            _put(self, "turns", told)
+        else:
+            told = (self.turns,)
+        for n in told:
+            if n is not None and (not hasattr(n, "__index__") or index(n) < 0):
+                raise ValueError(
+                    f"turns= are ordinals of speaking turns, from 0: a number, several, a slice, or None for "
+                    f"all; got {self.turns!r}"
+                )
 
     def applies(self, speaker: str, turn: int) -> bool:
         """Whether a turn of a speaker is meant."""
@@ -47,6 +63,8 @@ class Hooked:
         if isinstance(self.turns, slice):
             start, end, step = self.turns.start or 0, self.turns.stop, self.turns.step or 1
             return turn >= start and (end is None or turn < end) and (turn - start) % step == 0
+        if isinstance(self.turns, tuple):
+            return turn in self.turns
         return self.turns is None or self.turns == turn
 
     def describe(self) -> Any:

@@ -5,13 +5,13 @@ b` combine them. `TokenBudget` is also a cap: a turn gets the least of the parti
 and what is left of `per_conversation`.
 """
 
-import operator
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from interlens.errors import whole
 from interlens.message import Message
 from interlens.templating import describe_callable
 from interlens.transcript import Transcript
@@ -63,8 +63,8 @@ class _Pair(StopCondition):
         self.first, self.second = first, second
 
     def reset(self) -> None:
-        self.first.reset()
-        self.second.reset()
+        reset(self.first)
+        reset(self.second)
 
     def describe(self) -> Any:
         return {"kind": type(self).__name__, "of": [describe(self.first), describe(self.second)]}
@@ -92,6 +92,12 @@ class Either(_Pair):
         return first or second
 
 
+def reset(condition: Any) -> None:
+    """Have a condition forget what it counted, where it counts; a user's own class need not."""
+    if hasattr(condition, "reset"):
+        condition.reset()
+
+
 def describe(condition: Any) -> Any:
     """A condition's part of the recipe, also for a user's own class."""
     if hasattr(condition, "describe"):
@@ -100,19 +106,11 @@ def describe(condition: Any) -> Any:
     return {"kind": f"{type(condition).__module__}.{type(condition).__qualname__}", **plain}
 
 
-def _whole(value: Any, what: str) -> int:
-    """A whole number of any integer type; anything else is a `TypeError`."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{what} is a whole number, got {value!r}") from None
-
-
 class TurnStopCondition(StopCondition):
     """Stop when the transcript holds `n` speaking turns, inherited ones included."""
 
     def __init__(self, n: int) -> None:
-        self.n = _whole(n, "TurnStopCondition(n)")
+        self.n = whole(n, "TurnStopCondition(n)", 0)
 
     def should_stop(self, conv: Conversing, last_message: Message | None) -> bool:
         return conv.n_turns >= self.n
@@ -122,7 +120,7 @@ class TokenStopCondition(StopCondition):
     """Stop once the conversation's models have generated `n` tokens; no turn is cut."""
 
     def __init__(self, n: int) -> None:
-        self.n = _whole(n, "TokenStopCondition(n)")
+        self.n = whole(n, "TokenStopCondition(n)", 0)
 
     def should_stop(self, conv: Conversing, last_message: Message | None) -> bool:
         return conv.tokens_generated >= self.n
@@ -191,7 +189,7 @@ class TokenBudget(StopCondition):
             known_later = name == "per_conversation" and (callable(value) or isinstance(value, Mapping))
             if value is None or known_later:
                 continue
-            setattr(self, name, _whole(value, name))
+            setattr(self, name, whole(value, name))
             if value < 1:
                 raise ValueError(f"{name} must be at least 1 token, got {value}")
         self._entered: list[Token[TokenBudget | None]] = []
@@ -222,7 +220,7 @@ class TokenBudget(StopCondition):
             amount = amount[job_id]
         elif callable(amount):
             amount = amount(row)
-        return replace(self, per_conversation=_whole(amount, f"the TokenBudget of {job_id!r}"))
+        return replace(self, per_conversation=whole(amount, f"the TokenBudget of {job_id!r}"))
 
     def describe(self) -> Any:
         amount: Any = self.per_conversation

@@ -114,8 +114,9 @@ class Transcript:
             for i, m in enumerate(self._messages)
         ]
         frame = pandas.DataFrame(rows, columns=["message", "author", "content", *keys])
-        whole = dict.fromkeys(("turn", "n_tokens", "n_prompt_tokens", "seed"), "Int64")
-        return frame.astype({"message": "int64", **whole, "seconds": "float64"})
+        for key in ("turn", "n_tokens", "n_prompt_tokens", "seed"):
+            frame[key] = _whole([m.metadata.get(key) for m in self._messages])
+        return frame.astype({"message": "int64", "seconds": "float64"})
 
     def to_list(self) -> list[dict[str, Any]]:
         """Plain JSON values, one per message; a prompt refers to the earlier message it extends."""
@@ -161,6 +162,14 @@ class Transcript:
     def places(self) -> dict[str, int]:
         """Authors in the order in which they first spoke, numbered: which colour is whose."""
         return {author: i for i, author in enumerate(dict.fromkeys(m.author for m in self._messages))}
+
+
+def _whole(values: list[int | None]) -> Any:
+    """A column of whole numbers or nothing, exact: as Python's own where one is too large for 64 bits."""
+    import pandas
+
+    fit = all(v is None or -(2**63) <= v < 2**63 for v in values)
+    return pandas.array(values, dtype="Int64" if fit else "object")
 
 
 def this_cell() -> Any:

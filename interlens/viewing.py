@@ -130,7 +130,8 @@ class Viewing(Dialogue):
 
     def steering(self, direction: Any, speaker: Any, *, turn: int | None = None) -> Any:
         """A widget that takes a turn of a speaker (its last) again with a push along a direction, or one of
-        several by name, beside the turn without; this conversation stays as it is.
+        several by name, beside the turn without; this conversation stays as it is. `turn` counts speaking
+        turns of the conversation, from 0; negative, the speaker's from its last.
         """
         from interlens.notebook.panels import steering
 

@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import pandas
 import pytest
+import torch
 
 from interlens import (
     AutoModelParticipant,
@@ -16,6 +18,7 @@ from interlens import (
     RandomSpeaker,
     ScriptedParticipant,
     Span,
+    Steer,
     Summarize,
     TokenBudget,
     TurnStopCondition,
@@ -203,3 +206,79 @@ def test_the_seed_of_a_group_goes_with_the_conversation(tmp_path: Path):
     co_step([conv], 1, group_seed=7)
     conv.save(tmp_path)
     assert Conversation.load(tmp_path).step("a").token_ids == conv.step("a").token_ids
+
+
+def captured(steer: bool = False, seed: int = 0) -> Conversation:
+    """A conversation of one turn, with a file of activations and, if it is steered, one of edits."""
+    person = AutoModelParticipant.from_pretrained("tiny", name="a", max_new_tokens=5)
+    conv = Conversation([person], shared_context="Go.").seed(seed)
+    push = Steer(torch.ones(64), layers=0, coef=5.0) if steer else None
+    conv.step("a", capture=Capture(layers=1), steer=push)
+    return conv
+
+
+def beside(folder: Path) -> list[str]:
+    return sorted(f.name for f in folder.iterdir() if f.name != "conversation.json")
+
+
+def test_a_second_save_leaves_nothing_of_the_first(tmp_path: Path):
+    conv = captured(steer=True)
+    conv.save(tmp_path)
+    (tmp_path / "edits-of-mine.json").write_text("{}")
+    assert beside(tmp_path) == ["activations-00001.safetensors", "edits-00001.json", "edits-of-mine.json"]
+    plain = conv.branch_from(0, reseed=1)
+    plain.step("a")
+    plain.save(tmp_path)
+    loaded = Conversation.load(tmp_path)
+    assert (loaded.transcript[1].activations, loaded.transcript[1].edits) == (None, ())
+    assert beside(tmp_path) == ["edits-of-mine.json"]
+
+
+def test_the_same_save_twice_is_read_back(tmp_path: Path):
+    conv = captured(steer=True)
+    for _ in range(3):
+        conv.save(tmp_path)
+        loaded = Conversation.load(tmp_path).transcript[1]
+        assert loaded.activations.at().equal(conv.transcript[1].activations.at())
+        assert len(loaded.edits) == len(conv.transcript[1].edits) == 1
+        assert len(beside(tmp_path)) == 2
+
+
+def test_a_save_that_breaks_off_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    conv, other = captured(), captured(seed=5)
+    conv.save(tmp_path)
+    monkeypatch.setattr(Path, "replace", lambda *there: (_ for _ in ()).throw(OSError("no space")))
+    with pytest.raises(OSError, match="no space"):
+        other.save(tmp_path)
+    monkeypatch.undo()
+    loaded = Conversation.load(tmp_path)
+    assert loaded.transcript == conv.transcript
+    assert loaded.transcript[1].activations.at().equal(conv.transcript[1].activations.at())
+    other.save(tmp_path)
+    assert len(beside(tmp_path)) == 1
+
+
+def test_a_save_without_a_list_of_files_is_read(tmp_path: Path):
+    conv = captured(steer=True)
+    conv.save(tmp_path)
+    _change(tmp_path, lambda d: d.pop("files"))
+    loaded = Conversation.load(tmp_path).transcript[1]
+    assert loaded.activations.at().equal(conv.transcript[1].activations.at())
+    assert len(loaded.edits) == 1
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path):
+    captured().save(tmp_path)
+    (tmp_path / "activations-00001.safetensors").unlink()
+    with pytest.raises(StoreError, match=r"activations-00001.safetensors for message 1: the file is missing"):
+        Conversation.load(tmp_path)
+
+
+def test_a_table_of_messages_holds_large_seeds_exactly(tmp_path: Path):
+    for seed in (2**53 + 1, -(2**63), 2**63 + 5):
+        conv = Conversation([ScriptedParticipant("a", ["x"])], shared_context="Go.").seed(seed)
+        conv.run(1)
+        conv.save(tmp_path)
+        frame = Conversation.load(tmp_path).frame()
+        assert [None if n is pandas.NA else n for n in frame.seed] == [None, seed]
+        assert str(frame.turn.dtype) == "Int64"

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from interlens.backends import lanes
 from interlens.backends.chat import Chat
 from interlens.backends.lanes import LOOP, Failure, Lane, Patience
-from interlens.errors import require
+from interlens.errors import KeyMissing, require
 from interlens.request import BackendSpec, Capabilities, Completion, Generate, Ticket
 
 Told = Callable[[str], None] | None
@@ -227,7 +227,7 @@ def key_for(dialect: Dialect, base_url: str | None) -> str:
             return value
     if base_url is not None:
         return "none"
-    raise ValueError(
+    raise KeyMissing(
         f"{dialect.name} needs a key: set the environment variable {dialect.key_names[0]}, or name a server "
         f"of yours with base_url="
     )

@@ -5,6 +5,7 @@ words it holds, in which turn, in which part of the message, and whether the rea
 """
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -12,6 +13,9 @@ from typing import Any, Literal
 Role = Literal["system", "user", "assistant", "tool"]
 Part = Literal["header", "content", "footer", "scaffold"]
 Channel = Literal["reasoning", "answer", "tool_call"]
+Form = Literal["NFC", "NFD", "NFKC", "NFKD"] | None
+"""A normal form of Unicode; `None` is a text as it stands."""
+FORMS: tuple[Form, ...] = (None, "NFC", "NFD", "NFKC", "NFKD")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,17 +46,29 @@ class Segment:
         )
         return text
 
-    def ends(self) -> list[int]:
-        """For each token, the character after its last; a part of a character ends with the whole."""
+    def _aligned(self) -> tuple[Form, int]:
+        """The form in which the ids spell the text, and the character of the text in that form with which
+        they begin; negative where they begin with what is not in it.
+        """
         if self.tokenizer is None:
             raise ValueError(
                 f"words cannot be found in {self.text[:40]!r}: it is not known how it was tokenised"
             )
-
         whole = self.decoded()
-        shift = self.text.find(whole)
-        if shift < 0 and self.text.strip():
-            shift = -whole.find(self.text.strip())  # the decoder adds or drops a space
+        for form in FORMS:  # some tokenizers normalise what they read
+            text = _in_form(self.text, form)
+            if whole in text:
+                return form, text.find(whole)
+            core = text.strip() or text  # the decoder adds or drops a space; a neighbour's may be in a token
+            if core in whole:
+                return form, text.find(core) - whole.find(core)
+        raise ValueError(
+            f"words cannot be found in {self.text[:40]!r}: its tokens spell {whole[:40]!r}, and do not say "
+            f"which of them holds which word; select positions by number"
+        )
+
+    def _ends(self, shift: int) -> list[int]:
+        """For each token, the character after its last; a part of a character ends with the whole."""
         ends: list[int] = []
         for n in range(1, len(self.ids) + 1):
             ends.append(len(self.decoded(n).rstrip("\ufffd")) + shift)
@@ -63,15 +79,28 @@ class Segment:
 
     def holding(self, pattern: re.Pattern[str]) -> list[bool]:
         """For each token, whether it holds a character of a match."""
-        found = [m.span() for m in pattern.finditer(self.text) if m.group()]
-        if not found:
+        forms = FORMS[:1] if self.text.isascii() else FORMS
+        found = {form: _matches(pattern, self.text, form) for form in forms}
+        if not any(found.values()):
             return [False] * len(self.ids)
-        ends = self.ends()
+        form, shift = self._aligned()
+        ends = self._ends(shift)
         starts = [0, *ends[:-1]]
         for i in range(1, len(starts)):
             if ends[i] == ends[i - 1]:
                 starts[i] = starts[i - 1]
-        return [any(a < y and x < b for x, y in found) for a, b in zip(starts, ends, strict=True)]
+        return [any(a < y and x < b for x, y in found[form]) for a, b in zip(starts, ends, strict=True)]
+
+
+def _in_form(text: str, form: Form) -> str:
+    return text if form is None or text.isascii() else unicodedata.normalize(form, text)
+
+
+def _matches(pattern: re.Pattern[str], text: str, form: Form) -> list[tuple[int, int]]:
+    """Where a pattern is found in a text, both in a form."""
+    if (said := _in_form(pattern.pattern, form)) != pattern.pattern:
+        pattern = re.compile(said, pattern.flags)
+    return [m.span() for m in pattern.finditer(_in_form(text, form)) if m.group()]
 
 
 class SpanLike:

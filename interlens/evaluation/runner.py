@@ -1,5 +1,6 @@
 """Runners: an environment, a model, and how they meet."""
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -9,11 +10,13 @@ from interlens import asking, program, stop
 from interlens.chat.context import DropOldest, Fitting, Room
 from interlens.chat.view import Entry
 from interlens.conversation import Conversation
+from interlens.errors import nearest
 from interlens.evaluation.environment import Environment
 from interlens.evaluation.results import BatchResult
 from interlens.evaluation.segments import BoundaryContinuation, Callback, Continuation, SegmentedParticipant
 from interlens.evaluation.trajectory import Trajectory, actions_until
 from interlens.evaluation.trials import WORLD, Start, Trials, tasks_of
+from interlens.hosted import APIParticipant
 from interlens.message import Message
 from interlens.models import ModelParticipant
 from interlens.pretrained import AutoModelParticipant
@@ -59,6 +62,12 @@ class TrajectoryRunner:
         self.max_steps = max_steps if max_steps is not None else int(getattr(environment, "max_steps", 1))
         if self.max_steps < 1:
             raise ValueError(f"max_steps is at least 1, got {self.max_steps}")
+        known = [f.name for kind in (ModelParticipant, APIParticipant) for f in fields(kind)]
+        if wrong := [name for name in participant if name not in known]:
+            kinds = (TrajectoryRunner, type(self))
+            own = {name for kind in kinds for name in inspect.signature(kind).parameters}
+            names = {*own, *known} - {"options", "participant"}
+            raise TypeError(f"{type(self).__name__} takes no {wrong[0]!r}: {nearest(wrong[0], names)}")
         if tools:
             participant["tools"] = tuple(tools)
         self.models = [

@@ -127,7 +127,7 @@ class Trials(Lineup):
         live.state, seen = yield Call(fn=_opened, args=opened, path="reset", replay="again")
         _show(conv, seen, first=True)
         if (until := conv.recipe.run_until) is not None:
-            until.reset()
+            stop.reset(until)
         for k in range(self.max_steps):
             if until is not None and (yield from program.stops(until, conv, f"turn/{k}")):
                 return "limit", type(until).__name__

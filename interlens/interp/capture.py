@@ -6,7 +6,7 @@ to the exact span once the reply is known.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -114,6 +114,21 @@ class Activation:
     """Decoder layers of the model, so that a layer can be counted from the end; `None` where not known."""
     source: "Capture | None" = field(default=None, repr=False, compare=False)
     """The capture that asked for it; not stored."""
+    kept: Any = field(default=None, repr=False, compare=False)
+    """The run folder and the job that it was read from; not stored, `None` where it was not."""
+
+    def beyond_first(self) -> "torch.Tensor":
+        """Its rows without that of position 0, the attention sink; all of them where there is no other, and
+        where they are reduced to one.
+        """
+        rest = [i for i, first in enumerate(self.of_first()) if not first]
+        return self.tensor[rest] if rest else self.tensor
+
+    def of_first(self) -> list[bool]:
+        """For each row, whether it is that of position 0 alone."""
+        if self.reduce in ("mean", "last") or len(self.tensor) != len(self.positions):
+            return [False] * len(self.tensor)
+        return [p == 0 for p in self.positions]
 
 
 @dataclass
@@ -143,7 +158,8 @@ class Activations:
         site: str | None = None,
     ) -> list[Activation]:
         """Everything that matches. `site` may be an address; a negative `layer` counts from the model's last,
-        a negative `turn` from the last of the turns that match otherwise.
+        a negative `turn` from the last of the turns that match otherwise. What was read from a run folder
+        says so (`kept`).
         """
         if site is not None and "." in site:
             [(site, layer)] = parse(site, None if layer is None else (layer,))
@@ -154,7 +170,10 @@ class Activations:
         if turn is not None and turn < 0:
             turns = sorted({a.turn for a in found})
             turn = turns[turn] if -turn <= len(turns) else turn
-        return [a for a in found if turn is None or a.turn == turn]
+        found = [a for a in found if turn is None or a.turn == turn]
+        if self.kept is None:
+            return found
+        return [a if a.kept is not None else replace(a, kept=self.kept) for a in found]
 
     def at(
         self,
@@ -176,7 +195,7 @@ class Activations:
         return found[0].tensor
 
     def frame(self) -> "pandas.DataFrame":
-        """One row per (participant, turn, site, layer): positions, width, mean norm."""
+        """One row per (participant, turn, site, layer): positions, width, mean norm without position 0."""
         import pandas
 
         rows = [
@@ -187,7 +206,7 @@ class Activations:
                 "layer": a.layer,
                 "positions": len(a.positions),
                 "d": a.tensor.shape[-1],
-                "mean_norm": float(a.tensor.float().norm(dim=-1).mean()),
+                "mean_norm": float(a.beyond_first().float().norm(dim=-1).mean()),
             }
             for a in self.items
         ]
@@ -235,7 +254,7 @@ class Activations:
         return html.tag("div", html.tag("b", repr(self)), table, more)
 
 
-_ADDRESS = [f.name for f in fields(Activation) if f.name not in ("tensor", "source")]
+_ADDRESS = [f.name for f in fields(Activation) if f.name not in ("tensor", "source", "kept")]
 
 
 def _from_start(layer: int, n_layers: int | None) -> int:

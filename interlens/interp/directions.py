@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from interlens import html
 from interlens.errors import StoreError
 from interlens.interp import stored
-from interlens.interp.capture import Activations, Capture, vector_of
+from interlens.interp.capture import Activation, Activations, Capture, vector_of
 from interlens.interp.probes import Probe
+from interlens.interp.sites import WHOLE
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,8 @@ class Direction:
     ) -> "Direction":
         """From examples of `b` towards those of `a`: activations `[n, d]`, `Activations`, reports or
         conversations that captured some, or texts, which `participant` reads (the mean over each text).
+        What was captured at position 0, the attention sink, is left out where a side has other positions;
+        `facts` say of how many rows.
 
         `mean`: mean(a) - mean(b) (Marks and Tegmark 2023, section 5). `pca`: the first principal component of
         the differences from the common mean (Zou et al. 2023, section 3.1). `logistic`: the weights of a
@@ -55,7 +58,8 @@ class Direction:
         """
         import torch
 
-        x, y = (rows_of(side, site, layer, participant).float() for side in (a, b))
+        (x, x_first), (y, y_first) = (rows_of(side, site, layer, participant) for side in (a, b))
+        x, y = x.float(), y.float()
         if x.shape[1] != y.shape[1]:
             raise ValueError(f"one side has {x.shape[1]} numbers per example, the other {y.shape[1]}")
         gap = x.mean(0) - y.mean(0)
@@ -66,7 +70,10 @@ class Direction:
             vector = (gap @ unit) * unit
         else:
             raise ValueError(f'method is "mean", "pca" or "logistic"; got {method!r}')
-        return cls(vector, site, layer, method, {"a": len(x), "b": len(y)})
+        facts: dict[str, Any] = {"a": len(x), "b": len(y)}
+        if x_first or y_first:
+            facts["without_position_0"] = {"a": x_first, "b": y_first}
+        return cls(vector, site, layer, method, facts)
 
     def random_like(self, seed: int = 0) -> "Direction":
         """A random direction of the same length: the control that a finding about this one needs."""
@@ -141,47 +148,78 @@ class Direction:
         return f"Direction({where}, d={len(self.vector)}, |v|={self.norm:.3g}, by {self.method})"
 
 
-def rows_of(side: Any, site: str, layer: int | None, participant: Any = None) -> "torch.Tensor":
-    """Examples as `[n, d]`: one row per position of what was captured, or per text."""
+def rows_of(side: Any, site: str, layer: int | None, participant: Any = None) -> tuple["torch.Tensor", int]:
+    """Examples as `[n, d]`, one per position of what was captured or per text, and how many rows of position
+    0 were left out, which are dropped where there are others.
+    """
     import torch
 
     if isinstance(side, torch.Tensor):
-        return side[None] if side.dim() == 1 else side
+        return (side[None] if side.dim() == 1 else side), 0
+    if (found := _captured(side, site, layer)) is None:
+        items: list[Any] = [side] if isinstance(side, str) else list(side)
+        if items and all(isinstance(i, str) for i in items):
+            return _read(items, site, layer, participant), 0
+        if items and all(isinstance(i, Activation) for i in items):
+            found = _at(Activations(items), site, layer)
+        elif items and all(hasattr(i, "transcript") for i in items):
+            found = _joined([_spoken(i, site, layer) for i in items])
+        else:
+            return torch.as_tensor(side), 0
+    rows, first = found
+    rest = [i for i, of_first in enumerate(first) if not of_first]
+    return (rows[rest], len(rows) - len(rest)) if 0 < len(rest) < len(rows) else (rows, 0)
+
+
+def _captured(side: Any, site: str, layer: int | None) -> "tuple[torch.Tensor, list[bool]] | None":
+    """The rows that one thing captured, `[n, d]`, and which of them are of position 0; `None` for
+    a thing of another kind.
+    """
     if isinstance(side, Activations):
-        acts = side.query(site=site, layer=layer)
-        if not acts:
-            raise ValueError(f"nothing was captured at {site}, layer {layer}: {side!r}")
-        if len(layers := sorted({a.layer for a in acts})) > 1:
-            raise ValueError(f"{site} was captured in the layers {layers}: say which, layer={layers[0]}")
-        return torch.cat([a.tensor for a in acts])
+        return _at(side, site, layer)
     if callable(getattr(side, "activations", None)):  # a report
-        if layer is None:
+        if layer is None and site not in WHOLE:
             raise ValueError(f"a report may hold several layers of {site}: say which, layer=12")
-        found: torch.Tensor = side.activations(site=f"{site}.{layer}").tensor
-        return found
-    if hasattr(side, "transcript"):
-        return rows_of(_captured(side), site, layer)
-    items = [side] if isinstance(side, str) else list(side)
-    if items and all(isinstance(i, str) for i in items):
-        return _read(items, site, layer, participant)
-    if items and all(hasattr(i, "transcript") for i in items):
-        return torch.cat([rows_of(i, site, layer) for i in items])
-    return torch.as_tensor(side)
+        return _of_report(side.activations(site=site if site in WHOLE else f"{site}.{layer}"))
+    if hasattr(side, "parts"):  # what a report captured
+        return _of_report(side)
+    return _spoken(side, site, layer) if hasattr(side, "transcript") else None
 
 
-def _captured(conversation: Any) -> Activations:
-    out = Activations()
-    for message in conversation.transcript:
-        out.extend(message.activations or ())
-    return out
+def _spoken(conv: Any, site: str, layer: int | None) -> "tuple[torch.Tensor, list[bool]]":
+    return _at(Activations([a for m in conv.transcript for a in m.activations or ()]), site, layer)
+
+
+def _at(acts: Activations, site: str, layer: int | None) -> "tuple[torch.Tensor, list[bool]]":
+    found = acts.query(site=site, layer=layer)
+    if not found:
+        raise ValueError(f"nothing was captured at {site}, layer {layer}: {acts!r}")
+    if len(layers := sorted({a.layer for a in found})) > 1:
+        raise ValueError(f"{site} was captured in the layers {layers}: say which, layer={layers[0]}")
+    return _joined([(a.tensor, a.of_first()) for a in found])
+
+
+def _of_report(rows: Any) -> "tuple[torch.Tensor, list[bool]]":
+    frame = rows.frame()
+    if len(places := sorted(set(zip(frame["site"], frame["layer"], strict=True)))) > 1:
+        told = ", ".join(f"{site}.{layer}" for site, layer in places)
+        raise ValueError(f"the rows are of {told}: take those of one, report.activations(site=…)")
+    whole = zip(frame["position"], frame["reduce"], strict=True)
+    return rows.tensor, [how not in ("mean", "last") and p == 0 for p, how in whole]
+
+
+def _joined(parts: "Sequence[tuple[torch.Tensor, list[bool]]]") -> "tuple[torch.Tensor, list[bool]]":
+    import torch
+
+    return torch.cat([rows for rows, _ in parts]), [f for _, first in parts for f in first]
 
 
 def _read(texts: Sequence[str], site: str, layer: int | None, participant: Any) -> "torch.Tensor":
     import torch
 
-    if participant is None or layer is None:
+    if participant is None or (layer is None and site not in WHOLE):
         raise ValueError("texts need somebody who reads them and a layer: participant=, layer=")
-    capture = Capture(site, layers=layer, reduce="mean")
+    capture = Capture(site, layers=None if site in WHOLE else layer, reduce="mean")
     return torch.cat([f.activations.at() for f in participant.forward(list(texts), capture=capture)])
 
 

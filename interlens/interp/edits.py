@@ -277,8 +277,10 @@ class Steer(Edit):
     """
 
     direction: Any = None
-    """A `Direction` (its layer is taken where none is given) or a vector `[d]`, never normalised."""
+    """A `Direction` (its site and layer hold where none is given) or a vector `[d]`; never normalised."""
     _: KW_ONLY
+    site: str = None  # type: ignore[assignment]  # a name by the time it is read
+    """`None` is the direction's own site, `resid_post` where it has none."""
     coef: float | Callable[[int], float] = 1.0
     mode: Mode = "add"
     keep_norm: bool = False
@@ -289,6 +291,8 @@ class Steer(Edit):
             raise ValueError(f"mode is one of {', '.join(_MODES)}; got {self.mode!r}")
         if self.direction is None:
             self._without_direction()
+        if self.site is None:
+            object.__setattr__(self, "site", getattr(self.direction, "site", None) or "resid_post")
         if self.layers is None and "." not in self.site and self.site not in WHOLE:
             object.__setattr__(self, "layers", getattr(self.direction, "layer", None))
         if not callable(self.coef):

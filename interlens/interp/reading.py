@@ -6,6 +6,7 @@ Everything is read from forward passes of the engine, over a view, a text or ids
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from interlens import html
@@ -56,6 +57,7 @@ def logit_lens(participant: Any, prompt: Any, *, position: int = -1) -> Lens:
     import torch
 
     acts = _read(participant, prompt, ["resid_post"])
+    position = _place(position, len(acts.at(site="resid_post", layer=0)))
     norm, head, lock = _end(participant)
     rows = torch.stack([acts.at(site="resid_post", layer=n)[position] for n in range(_depth(participant))])
     with lock, torch.no_grad():
@@ -92,6 +94,7 @@ def attribution(
 
     depth = _depth(participant)
     acts = _read(participant, prompt, ["resid_pre", "attn_out", "mlp_out", "resid_post"])
+    position = _place(position, len(acts.at(site="resid_post", layer=0)))
     norm, head, lock = _end(participant)
 
     def at(site: str, layer: int) -> torch.Tensor:
@@ -173,7 +176,7 @@ def patch_grid(
             f"the prompts have {len(good.ids)} and {len(bad.ids)} tokens; a patch needs them equally long"
         )
     size = len(bad.ids)
-    chosen = [p % size for p in (positions if positions is not None else range(size))]
+    chosen = [_place(p, size) for p in (positions if positions is not None else range(size))]
     depth = [a.layer for a in good.activations]
     cells = [(layer, p) for layer in depth for p in chosen]
     patches = [
@@ -192,12 +195,28 @@ def patch_grid(
 
 def token_id(token: Any, tokenizer: Any) -> int:
     """One token, given as an id or as its text."""
-    if isinstance(token, int):
-        return token
+    if not isinstance(token, str):
+        return _number(token, "a token is an id or a text")
     ids = tokenizer(token, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
         raise ValueError(f"{token!r} is {len(ids)} tokens: give one token, with its space, or an id")
     return int(ids[0])
+
+
+def _number(value: Any, wanted: str) -> int:
+    """A whole number of Python, of numpy, or of a tensor that holds one."""
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{wanted}; got {value!r}") from None
+
+
+def _place(position: Any, size: int) -> int:
+    """A position of a prompt of `size` tokens, counted from 0."""
+    place = _number(position, "a position is a whole number")
+    if not -size <= place < size:
+        raise ValueError(f"position {place} is not in this prompt: it has {size} tokens (0-{size - 1})")
+    return place % size
 
 
 def _forward(participant: Any, prompt: Any, capture: Capture | None, **options: Any) -> Any:

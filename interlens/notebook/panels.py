@@ -5,20 +5,24 @@ What a click begins runs in a thread of its own, so that a stop is heard; traits
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 import traitlets
 from traitlets import Bool, Dict, Float, Int, List, Unicode
 
 from interlens import html
+from interlens.errors import nearest
+from interlens.hooks import TurnHook
 from interlens.hosted import APIParticipant
 from interlens.interp.directions import Direction
 from interlens.interp.edits import Edit, Steer
-from interlens.interp.sites import decoder_layers
+from interlens.interp.sites import READ_ONLY, WHOLE, absolute, decoder_layers, parse
 from interlens.message import Message, sound
 from interlens.models import SAMPLING, ModelParticipant
 from interlens.notebook.widgets import Widget, block, entries
 from interlens.participants import HumanParticipant, Participant
+from interlens.request import SamplingParams
 
 NOBODY: dict[str, Any] = {"author": "", "content": "", "note": "", "place": 0}
 
@@ -90,12 +94,16 @@ class Panel(Widget):
 
 
 class Steering(Panel):
-    """One turn of a speaker as it was, and again with a push of `strength` along a `direction` at a `layer`;
-    the draws are the same, so that nothing differs but the push.
+    """One turn of a speaker, and the same again with a push of `strength` along a `direction` at a `layer`.
+
+    Nothing differs but the push: the first click takes the turn without one too. Where that does not give
+    what was said (the conversation has another seed, prompt, hook or setting by now), what it gives is shown
+    instead, as taken again.
     """
 
     names = List(Unicode()).tag(sync=True)
     direction = Unicode().tag(sync=True)
+    """Choosing one sets `layer` to its own, where it has one, unless a layer was chosen by hand."""
     layer = Int(0).tag(sync=True)
     depth = Int(1).tag(sync=True)
     strength = Float(1.0).tag(sync=True)
@@ -110,20 +118,22 @@ class Steering(Panel):
             raise TypeError(f"{who.name} is answered by {kind}: only a local model can be steered")
         place, before = _turn_of(conv, who, turn)
         self._directions = dict(directions)
-        self._who = who
-        known = before.metadata.get("sampling", {}) if before is not None else {}
-        self._as_it_was = {k: v for k, v in known.items() if k in SAMPLING or k == "max_new_tokens"}
-        self._base = conv.branch() if place is None else conv.branch_before(place)
-        first = next(iter(self._directions.values()))
         depth = len(decoder_layers(who.model))
-        layer = getattr(first, "layer", None)
+        self._places = {name: _place_of(name, d, depth) for name, d in self._directions.items()}
+        self._who = who
+        self._settings = _settings_of(before) if before is not None else {}
+        self._base = _seeded(conv.branch() if place is None else conv.branch_before(place), before)
+        first = next(iter(self._directions))
+        own = self._places[first][1]
+        self._layer = own if own is not None else depth // 2
+        """The layer that was not chosen by hand."""
         super().__init__(
             kind="steering",
             name=f"{who.name}, {before.note.removeprefix('· ') if before is not None else 'the next turn'}",
             names=list(self._directions),
-            direction=next(iter(self._directions)),
+            direction=first,
             depth=depth,
-            layer=layer if layer is not None else depth // 2,
+            layer=self._layer,
             plain=self._shown(before) if before is not None else NOBODY | {"author": who.name},
             steered=NOBODY | {"author": who.name, "note": "· steered"},
         )
@@ -131,6 +141,7 @@ class Steering(Panel):
         """The turn without a push; `None` until there is one."""
         self.steered_message: Message | None = None
         """The turn with the last push."""
+        self._compared = False
 
     @traitlets.validate("layer")
     def _within(self, proposal: Any) -> int:
@@ -138,45 +149,76 @@ class Steering(Panel):
             raise traitlets.TraitError(f"layer is 0 to {self.depth - 1} here")
         return int(proposal["value"])
 
+    @traitlets.validate("direction")
+    def _known(self, proposal: Any) -> str:
+        name = str(proposal["value"])
+        if name not in self._places:
+            raise traitlets.TraitError(f"there is no direction {name!r} here: {nearest(name, self._places)}")
+        return name
+
+    @traitlets.observe("direction")
+    def _at_its_layer(self, change: Any) -> None:
+        own = self._places[change["new"]][1]
+        if own is not None and self.layer == self._layer:
+            self.layer = self._layer = own
+
     def edit(self) -> Steer:
         """The push as it is set now."""
-        v = self._directions[self.direction]
-        return Steer(v, layers=self.layer, site=getattr(v, "site", "resid_post"), coef=self.strength)
+        site, _ = self._places[self.direction]
+        return Steer(self._directions[self.direction], layers=self.layer, site=site, coef=self.strength)
 
     def generate(self) -> bool:
-        """Take the turn again with the push, and without where that has not been; `False` while it runs."""
+        """Take the turn again with the push, and at first without; `False` while it runs."""
         return self._begin(self._generate)
 
     def _told(self, content: Mapping[str, Any]) -> None:
         self.stop() if content.get("act") == "stop" else self.generate()
 
     def _generate(self) -> None:
-        if self.message is None:
-            self.message = self._take("plain", ())
-            if self.message is None:
-                return
         edit = self.edit()
         note = f"· steered by {self.strength:g} along {self.direction} at layer {self.layer}"
-        self.steered_message = self._take("steered", (edit,), note)
+        if not self._compared:
+            self._compared = self._compare()
+        if self._compared:
+            self.steered_message = self._take("steered", note, (edit,))
 
-    def _take(self, side: str, edits: tuple[Steer, ...], note: str = "") -> Message | None:
+    def _compare(self) -> bool:
+        """Take the turn without a push, as it is taken with one; `False` if that was broken off."""
+        said = self.message
+        if said is None:
+            self.message = self._take("plain", "")
+            return self.message is not None
+        taken = self._take("steered", "· first without a push, to compare", shown=False)
+        if taken is None:
+            return False
+        if (taken.prompt_ids, taken.token_ids) != (said.prompt_ids, said.token_ids):
+            self.message = taken
+            self.plain = self._shown(taken, "· taken again, as the conversation is now")
+        return True
+
+    def _take(
+        self, side: str, note: str, edits: tuple[Steer, ...] = (), *, shown: bool = True
+    ) -> Message | None:
         branch = self._base.branch()
         so_far = NOBODY | {"author": self._who.name, "note": note or "· speaking"}
+        setattr(self, side, so_far)
         try:
-            for text in self._heard(branch.stream(self._who, steer=edits, **self._as_it_was)):
-                so_far |= {"content": sound(text)}
-                setattr(self, side, so_far)
+            for text in self._heard(branch.stream(self._who, steer=edits, **self._settings)):
+                if shown:
+                    so_far |= {"content": sound(text)}
+                    setattr(self, side, so_far)
         finally:
             if len(branch.transcript) == len(self._base.transcript):  # stopped, failed, or denied by a hook
                 setattr(self, side, so_far | {"note": "· broken off"})
         if len(branch.transcript) == len(self._base.transcript):
             return None
         message: Message = branch.transcript[-1]
-        setattr(self, side, self._shown(message) | ({"note": f"{note} {message.note}"} if note else {}))
+        if shown:
+            setattr(self, side, self._shown(message, note))
         return message
 
-    def _shown(self, message: Message) -> dict[str, Any]:
-        return block(message, 0)
+    def _shown(self, message: Message, note: str = "") -> dict[str, Any]:
+        return block(message, 0) | {"note": f"{note} {message.note}".strip()}
 
     def static(self) -> html.Html:
         """Both turns, side by side."""
@@ -190,23 +232,71 @@ class Steering(Panel):
 
 
 def _turn_of(conv: Any, who: Participant, turn: int | None) -> tuple[int | None, Message | None]:
-    """The place and the message of one of a speaker's turns; `None` where it has not spoken yet."""
-    said = [i for i, m in enumerate(conv.transcript) if m.author == who.name]
-    if not said and turn is None:
+    """The place and the message of a turn; `None` where the speaker has not spoken yet. `turn` counts the
+    speaking turns of the conversation, negative from this speaker's last.
+    """
+    own = [e for e in conv.entries() if e.message.author == who.name]
+    if not own and turn is None:
         return None, None
-    if not -len(said) <= (turn or 0) < len(said):
-        raise LookupError(f"turn {turn} of {who.name} was asked for, of {len(said)}")
-    place = said[-1 if turn is None else turn]
-    message = conv.transcript[place]
+    asked = -1 if turn is None else turn
+    found = own[asked : asked + 1 or None] if asked < 0 else [e for e in own if e.turn == asked]
+    if not found:
+        raise LookupError(f"{who.name} has no turn {asked}; it spoke in the turns {[e.turn for e in own]}")
+    [entry] = found
+    place, message = entry.index, entry.message
     if message.token_ids is None or message.metadata.get("edited"):
         raise ValueError(f"message {place} is not what {who.name}'s model said: say which turn, turn=…")
-    hooked = any(isinstance(h.what, Edit) and h.speaker in (None, who.name) for h in conv.recipe.hooks)
-    if message.edits and not hooked:
+    hooked = any(
+        isinstance(h.what, Edit | TurnHook) and h.applies(who.name, entry.turn) for h in conv.recipe.hooks
+    )
+    earlier = [e.message for e in own if e.index < place]
+    if not hooked and not _remembered(message, earlier[-1] if earlier else None):
         raise ValueError(
             f"message {place} was said under an edit of its own (step(steer=…)), which would not be made "
             f"again: choose a turn that was not"
         )
     return place, message
+
+
+def _remembered(message: Message, before: Message | None) -> bool:
+    """Whether nothing was edited over a turn but what its speaker's turn before was edited with."""
+    known = before.edits if before is not None else ()
+    return all(
+        any(edit.does_as(old) and edit.where.prompt <= old.where.prompt for old in known)
+        for edit in message.edits
+    )
+
+
+def _settings_of(message: Message) -> dict[str, Any]:
+    """How a turn was sampled, and how many tokens it might have."""
+    known = message.metadata.get("sampling")
+    if not known:
+        return {}
+    idle = {f.name: f.default for f in fields(SamplingParams) if f.name in SAMPLING}  # not recorded
+    found = {k: known.get(k, v) for k, v in idle.items()}
+    if (cap := known.get("max_new_tokens")) is not None:
+        calls = "tool_trail" in message.metadata  # what they took is off the cap of the last generation
+        found["max_new_tokens"] = cap + (message.metadata["n_tokens"] - len(message.token_ids or ())) * calls
+    return found
+
+
+def _seeded(base: Any, message: Message | None) -> Any:
+    """The branch with the seed that a message tells of itself."""
+    seed = message.metadata.get("seed") if message is not None else None
+    more = seed - base.chance.job if isinstance(seed, int) else 0
+    return base.seed(base.recipe.seed + more) if more else base
+
+
+def _place_of(name: str, direction: Any, depth: int) -> tuple[str, int | None]:
+    """The site of a direction and its layer, where it has one, in a model of `depth` layers."""
+    site, layer = getattr(direction, "site", None) or "resid_post", getattr(direction, "layer", None)
+    if site in WHOLE or site.partition(".")[0] in READ_ONLY:
+        raise ValueError(
+            f"the direction {name!r} is at {site}, and a panel pushes at a site that every layer has, as "
+            f"resid_post: choose another, or take conv.step(speaker, steer=Steer(direction))"
+        )
+    [(site, layer)] = parse(site, None if layer is None else (layer,))
+    return site, None if layer is None else absolute(site, layer, depth)
 
 
 def steering(conv: Any, direction: Any, speaker: Any, turn: int | None) -> Steering:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from interlens.interp.capture import Activations, vector_of
+from interlens.interp.capture import Activation, Activations, vector_of
 
 if TYPE_CHECKING:
     import pandas
@@ -23,7 +23,7 @@ def similarity(
     found = sorted(acts.query(layer=layer, site=site), key=lambda a: a.turn)
     if not found:
         raise LookupError(f'nothing was captured at "{site}.{layer}"; there is {acts!r}')
-    means = _stack([_mean(a.tensor, a.positions) for a in found])
+    means = _stack([a.beyond_first().float().mean(0) for a in found])
     if centred:
         means = means - means.mean(0)
     unit = means / means.norm(dim=-1, keepdim=True)
@@ -51,6 +51,11 @@ def norms(acts: Activations, *, site: str = "resid_post", ax: Any = None) -> "Ax
     found = acts.query(site=site, turn=-1)
     if not found:
         raise LookupError(f'nothing was captured at "{site}"; there is {acts!r}')
+    if _signed(found):
+        raise ValueError(
+            f'"{site}" was captured as projections h·u, which have no length: draw them with heatmap, or '
+            f"capture vectors, without reduce="
+        )
     ax = ax if ax is not None else plt.subplots(layout="constrained")[1]
     for a in sorted(found, key=lambda a: a.layer):
         ax.plot(a.positions, a.tensor.float().norm(dim=-1).numpy(), label=f"{a.site}.{a.layer}")
@@ -70,29 +75,32 @@ def heatmap(
     tokens: Sequence[str] | None = None,
     ax: Any = None,
 ) -> "Axes":
-    """Layer by token: the length of the activation, or its projection h.u on a `direction`, centred at 0.
+    """Layer by token: the length of the activation, or its projection h.u, centred at 0, on a `direction` or
+    on the one that it was captured along (`reduce=direction`).
 
-    Rows are the captured layers, from the bottom up; columns the positions of one turn's view, or `tokens`,
-    one for each. Position 0, which is of another size than all others, is left out of the colour scale.
+    Rows are the captured layers, from the bottom up; columns the positions of one turn's view, the same in
+    all layers, or `tokens`, one for each. Position 0, which is of another size than all others, is left
+    out of the colour scale.
     """
-    import torch
-
     found = sorted(acts.query(site=site, turn=turn), key=lambda a: a.layer)
     if not found:
         raise LookupError(f'nothing was captured at "{site}" in turn {turn}; there is {acts!r}')
-    along = vector_of(direction).float() if direction is not None else None
-    rows = [
-        a.tensor.float() @ (along / along.norm()) if along is not None else a.tensor.float().norm(dim=-1)
-        for a in found
-    ]
-    values = torch.stack(rows)
+    projected = _signed(found)
+    if projected and direction is not None:
+        raise ValueError(
+            "these activations are projections already, on the direction of their capture: leave direction "
+            "out, or capture vectors, without reduce="
+        )
+    _same_positions(found)
+    signed = projected or direction is not None
+    values = _stack([_by_position(a, direction) for a in found])
     kept = values[:, [i for i, p in enumerate(found[0].positions) if p > 0] or slice(None)]
-    ax, image = _image(values.numpy(), signed=along is not None, top=float(kept.abs().max()), ax=ax)
+    ax, image = _image(values.numpy(), signed=signed, top=float(kept.abs().max()), ax=ax)
     _few(ax.xaxis, _labels(tokens, found[0].positions))
     ax.set_yticks(range(len(found)), [a.layer for a in found])
     ax.set_xlabel(f"token position in {found[0].participant}'s view, turn {found[0].turn}")
     ax.set_ylabel("layer")
-    ax.figure.colorbar(image, ax=ax, label="h·u" if along is not None else "norm")
+    ax.figure.colorbar(image, ax=ax, label="h·u" if signed else "norm")
     return ax  # type: ignore[no-any-return]
 
 
@@ -150,9 +158,11 @@ def attention(
     values = pattern[layer, head] if pattern.ndim == 4 else pattern
     ax, image = _image(values.float().numpy(), signed=False, top=1.0, ax=ax, origin="upper")
     if tokens is not None:
-        labels = [_shown(t) for t in tokens]
+        queries, keys = values.shape
+        labels = _labels(tokens, range(keys))
         _few(ax.xaxis, labels)
-        _few(ax.yaxis, labels)
+        if queries == keys:
+            _few(ax.yaxis, labels)
     ax.set_xlabel("key")
     ax.set_ylabel("query")
     ax.figure.colorbar(image, ax=ax, label="probability")
@@ -231,13 +241,50 @@ def _shown(token: str) -> str:
     return token.replace(" ", "·").replace("\n", "⏎")
 
 
-def _mean(tensor: "torch.Tensor", positions: tuple[int, ...]) -> "torch.Tensor":
-    kept = (
-        [i for i, p in enumerate(positions) if p > 0]
-        if len(positions) == len(tensor)
-        else list(range(len(tensor)))
-    )
-    return tensor[kept].float().mean(0)
+def _signed(found: Sequence[Activation]) -> bool:
+    """Whether these are projections, which have a sign, or else vectors; means are neither."""
+    if any(a.reduce == "mean" for a in found):
+        raise ValueError(
+            "a mean over positions has no number for each of them: capture every position, without "
+            'reduce="mean"'
+        )
+    kinds = {a.reduce == "projection" for a in found}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{found[0].site} was captured both as vectors and as projections h·u: capture one kind to draw"
+        )
+    return kinds == {True}
+
+
+def _same_positions(found: Sequence[Activation]) -> None:
+    first = found[0]
+    for a in found:
+        if a.positions != first.positions:
+            one, other = (
+                f"layer {x.layer} at {len(x.positions)} ({x.positions[0]} to {x.positions[-1]})"
+                for x in (first, a)
+            )
+            raise ValueError(
+                f"the layers were captured at different positions, {one} and {other}, and a column of a heat "
+                f"map is one position: capture all layers with one span"
+            )
+
+
+def _by_position(a: Activation, direction: Any) -> "torch.Tensor":
+    """The projection on a direction, or one that was captured, or else the length, `[positions]`."""
+    if a.reduce == "projection":
+        return a.tensor.float()[:, 0]
+    if direction is None:
+        length: torch.Tensor = a.tensor.float().norm(dim=-1)
+        return length
+    along = vector_of(direction)
+    if len(along) != a.tensor.shape[-1]:
+        raise ValueError(
+            f"the direction has {len(along)} numbers, and {a.site}.{a.layer} has {a.tensor.shape[-1]}: give "
+            f"a direction of this model and site"
+        )
+    projection: torch.Tensor = a.tensor.float() @ (along / along.norm())
+    return projection
 
 
 def _stack(tensors: "list[torch.Tensor]") -> "torch.Tensor":

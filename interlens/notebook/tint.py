@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 from interlens import crossing, html
 from interlens.chat.view import View
 from interlens.engine.text import Text
-from interlens.interp.capture import Activation, Activations, Capture, vector_of
+from interlens.interp.capture import Activation, Activations, vector_of
 from interlens.interp.directions import Direction
 from interlens.interp.probes import Probe
+from interlens.interp.sites import WHOLE
 from interlens.message import Message, sound
 from interlens.models import ModelParticipant
 
 if TYPE_CHECKING:
     import pandas
+    import torch
 
 EXACT = 4000
 """Up to so many tokens each one tells its own value; beyond that, neighbours of one colour are one."""
@@ -144,23 +146,38 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
 
 def tint(conv: Any, values: Any, *, reader: Any = None, along: Any = None, name: str | None = None) -> Tinted:
     """Colour the transcript's tokens; see `Conversation.tint`."""
-    if along is not None and not isinstance(values, Activations):
+    acts = listed(values)
+    if along is not None and acts is None:
         raise TypeError("along= is for activations; a direction or a probe is given by itself")
     centre = 0.0
     if isinstance(values, str):
         found, told = _logprobs(conv, values), "logprob"
-    elif isinstance(values, Activations):
-        return captured(conv, values, along, name=name)
+    elif acts is not None:
+        return captured(conv, acts, along, name=name)
     elif isinstance(values, Direction):
-        found, told = _read(conv, values, reader), f"projection at {values.site}.{values.layer}"
+        found, told = _read(conv, values, reader), f"projection at {_place(values)}"
     elif isinstance(values, Probe):
-        found, told = _read(conv, values, reader), f"P({values.classes[-1]}) at {values.site}.{values.layer}"
+        found, told = _read(conv, values, reader), f"P({values.classes[-1]}) at {_place(values)}"
         centre = 0.5
     elif isinstance(values, Mapping):
         found, told = _given(conv, values, reader), "value"
     else:
         found, told = _over_view(conv, values, reader), "value"
     return _tinted(conv, found, name or told, centre)
+
+
+def listed(values: Any) -> list[Activation] | None:
+    """Activations as a list, of which each knows where it was read from; `None` for other things."""
+    if isinstance(values, Activations):
+        return values.query()
+    items = [values] if isinstance(values, Activation) else values
+    if isinstance(items, list | tuple) and all(isinstance(a, Activation) for a in items):
+        return list(items)
+    return None
+
+
+def _place(by: Direction | Probe) -> str:
+    return by.site if by.site in WHOLE else f"{by.site}.{by.layer}"
 
 
 def _tinted(conv: Any, found: Mapping[int, Shades], name: str, centre: float = 0.0) -> Tinted:
@@ -199,15 +216,12 @@ def _generated(conv: Any, i: int, values: Sequence[float | None]) -> Shades:
 
 
 def captured(
-    conv: Any, acts: Activations, along: Any, *, name: str | None = None, norms: bool = False
+    conv: Any, acts: Sequence[Activation], along: Any, *, name: str | None = None, norms: bool = False
 ) -> Tinted:
     """By what turns captured: numbers of generated tokens, from the passes that made them. With `norms` a
     vector without a direction counts by its length.
     """
-    places = sorted({f"{a.site}.{a.layer}" for a in acts})
-    if len(places) != 1:
-        told = ", ".join(places) or "none"
-        raise ValueError(f"tint takes activations of one site and layer, and there are {told}: query one")
+    place = _one_place(acts)
     found: dict[int, dict[int, float]] = {}
     spoken = {
         (m.author, m.metadata.get("turn")): i
@@ -216,7 +230,7 @@ def captured(
     }
     for a in acts:
         i = spoken.get((a.participant, a.turn))
-        same = conv.kept is not None and conv.kept == acts.kept
+        same = conv.kept is not None and conv.kept == a.kept
         if i is None or not (same or _is_of(conv.transcript[i], a)):
             continue
         numbers = dict(zip(a.positions, _numbers(a, along, norms), strict=True))
@@ -224,8 +238,9 @@ def captured(
         if any(p in mine and mine[p] != numbers[p] for p in numbers):
             m = conv.transcript[i]
             raise ValueError(
-                f"{m.author}'s turn {a.turn} was captured more than once, with other numbers: these are "
-                f"activations of several conversations or attempts; take those of one"
+                f"{place} of {m.author}'s turn {a.turn} was captured more than once, with other numbers "
+                f"(before and after an edit, or along several directions): give those of one capture, as a "
+                f"list, [a for a in acts if a.source == capture]"
             )
         mine |= numbers
     shades = {}
@@ -235,8 +250,37 @@ def captured(
         if any(p in numbers for p in range(begin, end)):
             shades[i] = _generated(conv, i, [numbers.get(p) for p in range(begin, end)])
     if not shades:
-        raise LookupError("these activations hold no position of any words of this conversation's turns")
-    return _tinted(conv, shades, name or f"projection at {places[0]}")
+        raise LookupError(
+            "these activations hold no position of any words of this conversation's turns"
+            + _stored(conv, acts)
+        )
+    return _tinted(conv, shades, name or f"projection at {place}")
+
+
+def _one_place(acts: Sequence[Activation]) -> str:
+    """The address that all are of."""
+    places = sorted({(a.site, a.layer) for a in acts})
+    if not places:
+        raise ValueError("there are no activations to tint by: nothing was captured, or nothing matched")
+    told = [f"{site}.{layer}" for site, layer in places]
+    if len(places) > 1:
+        site, layer = places[0]
+        raise ValueError(
+            f"tint takes activations of one site and layer, and there are {', '.join(told)}: take one, "
+            f'as acts.query(site="{site}", layer={layer})'
+        )
+    return told[0]
+
+
+def _stored(conv: Any, acts: Sequence[Activation]) -> str:
+    """What to add where activations that were read from a run meet another conversation than theirs."""
+    if not (others := {a.kept for a in acts if a.kept is not None and a.kept != conv.kept}):
+        return ""
+    folder, job = min(others, key=str)
+    return (
+        f": they were read from the run in {folder}, and are those of its job {job} as it is there; this "
+        f"conversation is another, a branch of it, or was changed. Take report.results[{job!r}].conversation"
+    )
 
 
 def _is_of(m: Message, a: Activation) -> bool:
@@ -256,8 +300,7 @@ def _numbers(a: Activation, along: Any, norms: bool) -> list[float]:
     if len(tensor) != len(a.positions):
         raise ValueError(f"a mean ({a.reduce!r} over {len(a.positions)} positions) has no number for a token")
     if along is not None:
-        v = vector_of(along)
-        tensor = tensor.float() @ (v / v.norm())
+        tensor = tensor.float() @ _unit(along, a)
     elif norms and tensor.shape[-1] > 1:
         tensor = tensor.float().norm(dim=-1)
     elif tensor.dim() == 2 and tensor.shape[-1] == 1:
@@ -270,14 +313,28 @@ def _numbers(a: Activation, along: Any, norms: bool) -> list[float]:
     return [float(x) for x in tensor]
 
 
+def _unit(along: Any, a: Activation) -> "torch.Tensor":
+    v, width = vector_of(along), a.tensor.shape[-1]
+    if a.reduce == "projection":
+        raise ValueError(
+            "these activations are projections already, on the direction of their capture: leave along out, "
+            "or capture vectors, without reduce="
+        )
+    if len(v) != width:
+        raise ValueError(
+            f"the direction has {len(v)} numbers, and {a.site}.{a.layer} of {a.participant} has {width}: "
+            f"give a direction of this model and site"
+        )
+    unit: torch.Tensor = v / v.norm()
+    return unit
+
+
 def _read(conv: Any, by: Direction | Probe, reader: Any) -> dict[int, Shades]:
     """By what a model makes of the words: one pass over the transcript for each who reads it."""
-    if by.layer is None:
-        raise ValueError(f"{by!r} does not say its layer, which it is read at")
     if isinstance(by, Probe) and len(by.classes) != 2:
         raise ValueError(f"a tint is one number a token; this probe tells {len(by.classes)} classes apart")
     probe = by if isinstance(by, Probe) else None
-    capture = Capture(by.site, layers=by.layer, reduce=None if probe else by)
+    capture = crossing.capture_of(by, reduce=None if probe else by)
     found: dict[int, Shades] = {}
     readers = _readers(conv, reader)
     if len({who.identity() for who in readers}) > 1:
@@ -307,7 +364,7 @@ def _seen(
     """A message's tokens as they are in a view, with numbers; position 0 has none."""
     m = conv.transcript[i]
     numbers = {p: float(x) for p, x in zip(positions, values, strict=True)}
-    content = (range(a, b) for a, b, s in view.spans() if s.message == i and s.part == "content")
+    content = (range(a, b) for a, b, s in view.spans() if s.message == i and crossing.is_said(s))
     places = [p for one in content for p in one if p in numbers or p == 0]
     words = pieces(who.tokenizer, [view.ids[p] for p in places])
     shown = tuple(numbers.get(p) for p in places)

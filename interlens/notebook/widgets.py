@@ -14,9 +14,8 @@ import traitlets
 from traitlets import Bool, Bytes, Dict, Float, Int, List, Unicode
 
 from interlens import html
-from interlens.interp.capture import Activations
 from interlens.message import Message, sound
-from interlens.notebook.tint import Shades, Tinted, captured
+from interlens.notebook.tint import Shades, Tinted, captured, listed
 from interlens.runner.results import RunResult
 
 MOST_NUMBERS = 4_000_000
@@ -129,17 +128,24 @@ def _shown(s: Shades, start: int, place: int) -> dict[str, Any]:
     return {"author": sound(s.author), "note": s.note, "tokens": tokens, "start": start, "place": place}
 
 
-def explore(conv: Any, acts: Activations, along: Any) -> Explore:
-    """Look at what turns captured, layer by layer."""
-    sites = sorted({a.site for a in acts})
-    if len(sites) != 1:
-        raise ValueError(f"explore takes activations of one site, and there are {sites}: capture one")
-    layers = sorted({a.layer for a in acts})
-    what = "h·u" if along is not None or any(a.tensor.shape[-1] == 1 for a in acts) else "norm"
-    tinted = {
-        n: captured(conv, Activations([a for a in acts if a.layer == n], acts.kept), along, norms=True)
-        for n in layers
-    }
+def explore(conv: Any, acts: Any, along: Any) -> Explore:
+    """Look at what turns captured, layer by layer; see `Conversation.explore`."""
+    if (found := listed(acts)) is None:
+        raise TypeError(f"explore takes activations, as conv.capture() gives them; got {acts!r}")
+    sites = sorted({a.site for a in found})
+    if not sites:
+        raise ValueError(
+            "explore takes activations of one site, and there are none: nothing was captured, or nothing "
+            "matched what was asked for"
+        )
+    if len(sites) > 1:
+        raise ValueError(
+            f"explore takes activations of one site, and there are {', '.join(sites)}: take one, as "
+            f'acts.query(site="{sites[0]}")'
+        )
+    layers = sorted({a.layer for a in found})
+    what = "h·u" if along is not None or any(a.tensor.shape[-1] == 1 for a in found) else "norm"
+    tinted = {n: captured(conv, [a for a in found if a.layer == n], along, norms=True) for n in layers}
     sizes = {tuple(len(s.tokens) for s in t.shades) for t in tinted.values()}
     if len(sizes) > 1:
         raise ValueError("some turns were captured in other layers than others: explore those of one kind")

@@ -246,10 +246,19 @@ class RunReport:
             parts.append(f"{lost} quarantined")
         odd = Counter(name for kind in self.results.kinds() for name in kind.odd.split(",") if name)
         parts += [f"{n} with {name} replies" for name, n in sorted(odd.items())]
+        if why := self._first_failure():
+            parts.append(f"the first failure is {why}")
         if not self.complete:
             left = "an unknown number" if self.expected is None else self.expected - len(self)
             parts.append(f"incomplete, {left} missing")
         return f"RunReport({len(self)} jobs: {', '.join(parts)})"
+
+    def _first_failure(self) -> str:
+        if not any(kind.outcome == "failed" for kind in self.results.kinds()):
+            return ""
+        found = next(r for r in self.results.values() if r.outcome == "failed")
+        told = (found.error or found.reason).split("\n")[0]
+        return told if len(told) <= 300 else f"{told[:299]}…"
 
     def _repr_html_(self) -> str:
         try:

@@ -1,11 +1,15 @@
 """Spans: every selection is compared with a judgement made position by position."""
 
 import random
+import unicodedata
 from typing import Any
 
 import pytest
+from tokenizers import normalizers
 
+from interlens import AutoModelParticipant, Conversation
 from interlens.chat.spans import Segment, Span, SpanLike
+from interlens.engine.tiny import tiny_model, tiny_tokenizer
 
 FIELDS: dict[str, list[Any]] = {
     "role": ["system", "user", "assistant", "tool"],
@@ -140,3 +144,62 @@ def test_wrong_fields_are_named(fields, message):
 def test_the_base_of_spans_selects_nothing_by_itself():
     with pytest.raises(TypeError, match="does not say which positions"):
         SpanLike().positions([], "a")
+
+
+class Pieces:
+    """A tokenizer of which only the decoding is asked."""
+
+    def __init__(self, *pieces: str) -> None:
+        self.pieces = pieces
+
+    def decode(self, ids: list[int], **how: Any) -> str:
+        return "".join(self.pieces[i] for i in ids)
+
+
+def words(text: str, *pieces: str) -> Segment:
+    ids = tuple(range(len(pieces)))
+    return Segment(text=text, ids=ids, role="user", part="content", tokenizer=Pieces(*pieces))
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("  The red fox", ("\n ", " The", " red", " fox")),  # the header's line break is in the first token
+        ("\n    The red fox.\n    ", ("\n\n   ", " The", " red", " fox", ".", "\n    \n")),
+        (" The red fox", ("The", " red", " fox")),  # the decoder drops the first space
+        ("The red fox", (" The", " red", " fox")),  # or puts one
+        ("The red fox", ("The", " red", " fox")),
+    ],
+)
+def test_words_are_found_whatever_stands_before_them(text: str, pieces: tuple[str, ...]):
+    one = words(text, *pieces)
+    for word in ("The", "red", "fox"):
+        [at] = Span(text=word).positions([one], "a")
+        assert word in pieces[at]
+    assert Span(text="red fox").positions([one], "a") == [pieces.index(" red"), pieces.index(" fox")]
+
+
+def test_a_message_of_spaces_is_found():
+    assert Span(text="  ").positions([words("  ", "\n ", " ")], "a") == [0, 1]
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC"])
+def test_words_are_found_where_the_tokenizer_normalises(form: str):
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = getattr(normalizers, form)()
+    who = AutoModelParticipant.from_model(tiny_model(), tokenizer, name="n")
+    said = "cafés, ﬁne naïve 한국어: red fox"
+    for written in ("NFC", "NFD"):
+        conv = Conversation([who], shared_context=unicodedata.normalize(written, said))
+        view = conv.view("n")
+        for word in ("red", "fox", "cafés", "naïve", "한국어"):
+            span = Span(text=unicodedata.normalize(written, word))
+            found = tokenizer.decode([view.ids[i] for i in view.positions(span)])
+            assert unicodedata.normalize("NFC", found) == word, written
+
+
+def test_words_that_the_tokens_do_not_spell_are_refused():
+    with pytest.raises(ValueError, match="its tokens spell 'the red fox'"):
+        Span(text="red").positions([words("The red FOX", "the", " red", " fox")], "a")
+    assert Span(text="blue").positions([words("The red FOX", "the", " red", " fox")], "a") == []
+    assert Span(text="blue").positions([words("Thé red FOX", "the", " red", " fox")], "a") == []

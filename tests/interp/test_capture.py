@@ -291,5 +291,12 @@ def test_a_table_and_a_line(acts):
     assert list(frame["positions"]) == [2] * 6
     assert frame["mean_norm"][0] == pytest.approx(float(acts.items[0].tensor.norm(dim=1).mean()))
     assert list(Activations().frame().columns) == list(frame.columns)
+    sink = torch.tensor([[1000.0, 0], [3, 4], [0, 7]])
+    kinds = [
+        activation(positions=(0, 1, 2), tensor=sink),
+        activation(positions=(0, 1, 2), tensor=sink[1:2], reduce="mean"),
+        activation(positions=(0,), tensor=sink[:1]),
+    ]
+    assert list(Activations(kinds).frame()["mean_norm"]) == [6.0, 5.0, 1000.0], "without position 0"
     assert "6 tensors" in repr(acts)
     assert "<script" not in Activations([activation("<script>")])._repr_html_()

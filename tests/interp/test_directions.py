@@ -1,12 +1,14 @@
 """Directions and probes: how they are made, what they keep, and files of other tools."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from interlens import Capture, Conversation, Direction, Probe
 from interlens.errors import StoreError
+from interlens.interp.capture import Activations
 from interlens.interp.probes import sweep
 from interlens.pretrained import AutoModelParticipant
 
@@ -87,6 +89,66 @@ def test_conversations_reports_and_texts_are_sides():
     assert torch.allclose(
         texts.vector, one - alice.forward("ef", capture=capture).activations.at()[0], atol=1e-5
     )
+
+
+def test_position_0_is_in_no_contrast(tmp_path):
+    """The attention sink, whose norm would be most of a mean, is left out as it is of a captured mean."""
+    alice = AutoModelParticipant.from_pretrained("tiny", name="alice", max_new_tokens=4)
+    long, short = (
+        Conversation(alice, shared_context=text).hook(Capture(layers=1)).turns(1)
+        for text in ("Hi, " * 9, "Ho.")
+    )
+    reports = [c.rollout(n=2, out_dir=tmp_path / n, progress=False) for c, n in ((long, "a"), (short, "b"))]
+    for conv in (long, short):
+        conv.run()
+    x, y = (c.transcript[1].activations.at().float() for c in (long, short))
+    made = Direction.from_contrast(long, short, layer=1)
+    assert torch.allclose(made.vector, x[1:].mean(0) - y[1:].mean(0), atol=1e-5)
+    assert made.facts == {"a": len(x) - 1, "b": len(y) - 1, "without_position_0": {"a": 1, "b": 1}}
+    acts = [c.transcript[1].activations for c in (long, short)]
+    for sides in (acts, [a.query(layer=1) for a in acts], [[long], [short]]):
+        assert torch.equal(Direction.from_contrast(*sides, layer=1).vector, made.vector)
+    parts = [
+        torch.cat([r.activations.at().float()[1:] for r in report.results.values()]).mean(0)
+        for report in reports
+    ]
+    for sides in (reports, [r.activations(site="resid_post.1") for r in reports]):
+        found = Direction.from_contrast(*sides, layer=1)
+        assert torch.allclose(found.vector, parts[0] - parts[1], atol=1e-5)
+        assert found.facts["without_position_0"] == {"a": 2, "b": 2}
+    alone = [
+        Activations([replace(a.items[0], positions=(0,), tensor=t[:1])])
+        for a, t in zip(acts, (x, y * 2), strict=True)
+    ]
+    only = Direction.from_contrast(*alone, layer=1)
+    assert torch.allclose(only.vector, x[0] - 2 * y[0]), "what was asked for, where there is nothing else"
+    assert only.facts == {"a": 1, "b": 1}
+
+
+def test_a_site_of_the_model_has_no_layer_to_say():
+    alice = AutoModelParticipant.from_pretrained("tiny", name="alice", max_new_tokens=4)
+    recipe = Conversation(alice, shared_context="Hi.").hook(Capture(("embeddings", "final_norm"))).turns(1)
+    report = recipe.rollout(n=1, progress=False)
+    conv = recipe.seed(7)
+    conv.run()
+    for site in ("embeddings", "final_norm"):
+        made = Direction.from_contrast(report, conv, site=site)
+        assert torch.equal(made.vector, Direction.from_contrast(report, conv, site=site, layer=0).vector)
+        read, other = (alice.forward(t, capture=Capture(site, reduce="mean")) for t in ("ab", "ef"))
+        texts = Direction.from_contrast(["ab"], ["ef"], site=site, participant=alice)
+        assert torch.allclose(texts.vector, (read.activations.at() - other.activations.at())[0], atol=1e-5)
+        for layer in (None, 0):
+            direction = Direction(made.vector, site=site, layer=layer)
+            frame, tinted = conv.project(direction), conv.tint(direction)
+            assert tinted.name == f"projection at {site}"
+            values = tinted.shades[1].values
+            row = frame[frame.message == 1].iloc[0]
+            assert sum(values) / len(values) == pytest.approx(row.projection, abs=1e-4)
+        with pytest.raises(ValueError, match=f"{site} belongs to no layer; leave layers= out"):
+            conv.project(Direction(made.vector, site=site, layer=1))
+    for look in (conv.project, conv.tint):
+        with pytest.raises(ValueError, match="does not say its layer: give it one, layer=12"):
+            look(Direction(made.vector))
 
 
 def test_directions_and_probes_are_kept(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from interlens import Capture, Conversation
+from interlens import Capture, Conversation, Direction
 from interlens.chat.spans import At, Span
 from interlens.engine import quick
 from interlens.engine.batch import Engine
@@ -755,3 +755,18 @@ def test_a_sharded_model_is_edited_where_its_layers_are(tmp_path):
         assert torch.allclose(
             found.done.captures["attn_out.1"], wanted.done.captures["attn_out.1"], atol=1e-4
         )
+
+
+def test_a_direction_brings_its_site():
+    there = Direction(V, site="mlp_out", layer=1)
+    for push in (Steer(there), Ablate(there)):
+        assert (push.site, push.layers) == ("mlp_out", (1,))
+        assert dataclasses.replace(push, layers=0).site == "mlp_out"
+    assert Steer(there, site="resid_post").site == "resid_post"
+    assert Steer(V, layers=1).site == Steer(Direction(V, layer=1)).site == "resid_post"
+    assert Steer(Direction(V, site="embeddings")).addresses(2) == [("embeddings", 0)]
+    with pytest.raises(ValueError, match="logits can be captured and not edited"):
+        Steer(Direction(V, site="logits"))
+    alice = AutoModelParticipant.from_pretrained("tiny", name="alice", max_new_tokens=3)
+    said = Conversation([alice], shared_context="Go.").step("alice", steer=Steer(there, coef=2.0))
+    assert [(r["site"], r["layer"]) for r in said.metadata["receipts"]] == [("mlp_out", 1)]

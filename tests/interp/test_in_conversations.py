@@ -6,10 +6,23 @@ import re
 import pytest
 import torch
 
-from interlens import Ablate, Capture, Conversation, Direction, Patch, Span, Steer, TurnHook, models
+from interlens import (
+    Ablate,
+    Capture,
+    Conversation,
+    Direction,
+    Message,
+    Patch,
+    Span,
+    Steer,
+    TurnHook,
+    edit,
+    models,
+)
 from interlens.crossing import contagion, readings
 from interlens.engine.tiny import tiny_model, tiny_tokenizer
 from interlens.pretrained import AutoModelParticipant
+from interlens.runner import places
 
 D = 64
 V = torch.randn(D, generator=torch.Generator().manual_seed(1)) * 3
@@ -87,6 +100,60 @@ def test_contagion_measures_its_own_projection_beside_other_captures():
     assert one.equals(two)
     assert set(one.arm) == {"none", "+1", "random +1"}
     assert len(one) == 3 * 2 * 2
+
+
+def test_contagion_is_the_same_where_jobs_run_in_worker_processes(monkeypatch):
+    """What comes out of storage says no more which capture asked for it."""
+    other = Capture(
+        "resid_post", layers=1, reduce=-V, when="after", span=Span(phase="generated", part="content")
+    )
+    conv = talk().hook(other)
+    one = contagion(conv, Direction(V, layer=-1), speaker="alice", coefs=(), n=2).frame
+    monkeypatch.setattr(places, "accelerators", lambda: ["cpu", "cpu"])
+    two = contagion(conv, Direction(V, layer=-1), speaker="alice", coefs=(), n=2).frame
+    assert len(one) == 2 * 2
+    assert one.equals(two)
+
+
+def test_only_replies_with_their_sampled_words_have_a_log_probability():
+    conv = talk(message_hooks=[lambda m, c: edit("Hush.") if m.author == "bob" else None])
+    conv.step("alice", logprobs=True)
+    conv.step("bob", logprobs=True)
+    other = conv.branch()
+    other.edit(1, "Other words.", keep_later=True)
+    kept = conv.transcript[1].metadata["logprobs"]
+    frame = conv.compare(other)
+    assert frame.logprob_a[1] == pytest.approx(sum(kept) / len(kept))
+    assert list(frame.a[1:]) == [conv.transcript[1].content, "Hush."]
+    assert list(frame.b[1:]) == ["Other words.", "Hush."]
+    assert frame.logprob_b[1] is None, "alice's words are gone"
+    assert frame[["logprob_a", "logprob_b"]].iloc[2].isna().all(), "bob's were never heard"
+
+
+@pytest.mark.parametrize("visibility", ["strip", "own", "all"])
+def test_a_message_s_content_is_the_same_words_in_every_view(visibility):
+    """Not what it thought, and not the tools that it called: a listener does not see those."""
+    alice, bob = people("alice", "bob")
+    ids = [alice.tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("<think>hm</think>", "Yes.")]
+    said = {"tokenizer": alice.tokenizer_key, "content_ids": [len(ids[0]), len(ids[0]) + len(ids[1])]}
+    thought = {"reasoning": "hm", "reasoning_text": "<think>hm</think>"}
+    tools = {"tool_trail": [{"text": "look_up(sea)", "answer": 0, "results": ["a big water"]}]}
+    message = Message(
+        "alice", "Yes.", token_ids=(*ids[0], *ids[1]), metadata={"turn": 0} | said | thought | tools
+    )
+    conv = Conversation(
+        [alice, bob], transcript=[Message("moderator", "Go."), message], reasoning_visibility=visibility
+    )
+    found = {r.reader: r for r in readings(conv, Capture(layers=1)) if r.message == 1}
+    for reader in ("alice", "bob"):
+        view = conv.view(reader)
+        words = alice.tokenizer.decode([view.ids[p] for p in found[reader].positions])
+        assert words == "Yes."
+        shades = conv.tint(Direction(V, layer=1), reader=reader).shades[1]
+        assert "".join(shades.tokens) == "Yes."
+        assert None not in shades.values
+    frame = conv.project(Direction(V, layer=1))
+    assert list(frame[frame.message == 1].tokens) == [len(ids[1])] * 2
 
 
 # -- turn hooks

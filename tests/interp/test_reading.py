@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -102,6 +103,23 @@ def test_one_token_is_asked_for(alice):
     assert token_id(7, alice.tokenizer) == 7
     with pytest.raises(ValueError, match="give one token"):
         token_id("several tokens", alice.tokenizer)
+    for given in (np.int64(7), np.uint8(7), torch.tensor(7)):
+        assert token_id(given, alice.tokenizer) == 7
+        assert attribution(alice, IDS, given).total == attribution(alice, IDS, 7).total
+    with pytest.raises(TypeError, match=r"a token is an id or a text; got 7\.0"):
+        token_id(7.0, alice.tokenizer)
+
+
+@pytest.mark.parametrize("position", [20, -21, 50])
+def test_a_position_that_is_not_there_is_refused(alice, position):
+    said = rf"position {position} is not in this prompt: it has 20 tokens \(0-19\)"
+    other = (*IDS[:9], 90, *IDS[10:])
+    with pytest.raises(ValueError, match=said):
+        patch_grid(alice, IDS, other, lambda logits: float(logits[7]), positions=[3, position])
+    with pytest.raises(ValueError, match=said):
+        logit_lens(alice, IDS, position=position)
+    with pytest.raises(ValueError, match=said):
+        attribution(alice, IDS, 7, position=position)
 
 
 def folder(path, n=40, **config):

@@ -50,6 +50,40 @@ def test_a_heat_map_has_layers_from_the_bottom_up_and_no_scale_by_position_0() -
     assert len(plots.heatmap(acts(500), turn=0).get_xticks()) <= 30
 
 
+def at(layer: int, positions: tuple[int, ...], tensor: Any, reduce: Any = None) -> Activation:
+    place = {"participant": "ana", "turn": 0, "site": "resid_post", "layer": layer}
+    return Activation(**place, positions=positions, tensor=torch.as_tensor(tensor), reduce=reduce)
+
+
+def test_projections_keep_their_sign() -> None:
+    made = Activations([at(n, (0, 1, 2), [[90.0], [-3.0], [2.0]], "projection") for n in (0, 1)])
+    ax = plots.heatmap(made)
+    assert shown(ax)[0].tolist() == [90.0, -3.0, 2.0]
+    assert (ax.images[0].get_clim(), ax.images[0].get_cmap().name) == ((-3.0, 3.0), "RdBu_r")
+    assert ax.figure.axes[-1].get_ylabel() == "h·u"
+    with pytest.raises(ValueError, match="are projections already"):
+        plots.heatmap(made, direction=torch.ones(4))
+    with pytest.raises(ValueError, match="which have no length: draw them with heatmap"):
+        plots.norms(made)
+    mixed = Activations([*made, at(2, (0, 1, 2), torch.ones(3, 4))])
+    with pytest.raises(ValueError, match="both as vectors and as projections"):
+        plots.heatmap(mixed)
+
+
+def test_a_heat_map_is_of_one_position_a_column() -> None:
+    apart = Activations([at(0, (4, 5, 6), torch.ones(3, 4)), at(1, (7, 8, 9), torch.ones(3, 4))])
+    with pytest.raises(ValueError, match=r"layer 0 at 3 \(4 to 6\) and layer 1 at 3 \(7 to 9\)"):
+        plots.heatmap(apart)
+    with pytest.raises(ValueError, match=r"the direction has 5 numbers, and resid_post\.1 has 4"):
+        plots.heatmap(acts(), direction=torch.ones(5))
+    means = Activations([at(n, (1, 2, 3), torch.ones(1, 4), "mean") for n in (0, 1)])
+    for draw in (plots.heatmap, plots.norms):
+        with pytest.raises(ValueError, match="a mean over positions has no number for each"):
+            draw(means)
+    lasts = Activations([at(n, (3,), torch.ones(1, 4), "last") for n in (0, 1)])
+    assert shown(plots.heatmap(lasts)).shape == (2, 1)
+
+
 def test_a_trace_has_a_line_for_each_reader() -> None:
     frame = pandas.DataFrame(
         {
@@ -88,6 +122,12 @@ def test_attention_has_queries_down() -> None:
     ax = plots.attention(pattern, layer=1, head=2, tokens=list("abcd"))
     assert shown(ax)[3, 0] == 1.0
     assert ax.get_ylim()[0] > ax.get_ylim()[1]
+    assert [t.get_text() for t in ax.get_yticklabels()] == list("abcd")
+    for wrong in ("abc", "abcde"):
+        with pytest.raises(ValueError, match=f"{len(wrong)} tokens were given for 4 positions"):
+            plots.attention(pattern, tokens=list(wrong))
+    part = plots.attention(pattern[0, 0, 2:], tokens=list("abcd"))
+    assert [t.get_text() for t in part.get_xticklabels()] == list("abcd")
 
 
 def test_budget_and_dose() -> None:

@@ -18,10 +18,12 @@ from interlens import (
     Probe,
     ScriptedParticipant,
     Span,
+    Steer,
     Transcript,
     attention,
     html,
 )
+from interlens.interp.capture import Activations
 from interlens.notebook.tint import Shades, Tinted, pieces
 from interlens.testing import tiny
 
@@ -219,6 +221,62 @@ def test_stored_activations_are_those_of_one_job(direction: Direction, tmp_path:
     assert own.shades[1].values != other.shades[1].values
     with pytest.raises(LookupError, match="hold no position"):
         results[1].conversation.tint(results[2].activations)
+
+
+def test_what_a_query_finds_is_tinted_and_explored(direction: Direction, tmp_path: Path):
+    [a] = (AutoModelParticipant.from_pretrained("tiny", name=n, max_new_tokens=8) for n in "a")
+    recipe = Conversation([a], shared_context="Go.").hook(Capture(layers=(0, 1))).turns(2)
+    made = recipe.branch()
+    made.run()
+    acts = Activations([x for m in made.transcript[1:] for x in m.activations])
+    with pytest.raises(ValueError, match=r'take one, as acts.query\(site="resid_post", layer=0\)'):
+        made.tint(acts, along=direction)
+    result = recipe.rollout(n=1, out_dir=tmp_path, progress=False).results["rollout_00000"]
+    for conv, given in ((made, acts), (result.conversation, result.activations)):
+        whole = [s.values for s in conv.tint(given.query(layer=1), along=direction).shades]
+        assert [len(v) for v in whole] == [1, *(len(s) for s in whole[1:])]
+        assert all(v is not None for v in whole[2][:-1])
+        part = conv.tint(given.query(layer=1, turn=1)[0], along=direction).shades
+        assert (part[1].values, part[2].values) == ((None,), whole[2])
+        assert conv.explore(given.query(turn=1), direction).layers == [0, 1]
+        with pytest.raises(ValueError, match="nothing matched"):
+            conv.tint(given.query(layer=5), along=direction)
+        with pytest.raises(ValueError, match="nothing matched"):
+            conv.explore(given.query(layer=5))
+    both = made.branch_from(0).step("a", capture=Capture(("resid_pre", "resid_post"))).activations
+    with pytest.raises(ValueError, match=r'there are resid_post, resid_pre: take one, as acts.query\(site="'):
+        made.explore(both)
+    with pytest.raises(TypeError, match="explore takes activations"):
+        made.explore(direction)
+    with pytest.raises(LookupError, match=r"its job rollout_00000 .* a branch of it, or was changed"):
+        result.conversation.branch().explore(result.activations, direction)
+
+
+def test_a_direction_that_cannot_be_multiplied_is_told(direction: Direction):
+    [a] = (AutoModelParticipant.from_pretrained("tiny", name=n, max_new_tokens=8) for n in "a")
+    made = Conversation([a], shared_context="Go.")
+    with made.capture(layers=1, reduce=direction) as small, made.capture(layers=1) as whole:
+        made.run(1)
+    for look in (made.explore, lambda acts, along: made.tint(acts, along=along)):
+        with pytest.raises(ValueError, match="are projections already"):
+            look(small, direction)
+        with pytest.raises(ValueError, match=r"the direction has 5 numbers, and resid_post.1 of a has 64"):
+            look(whole, Direction(torch.ones(5), layer=1))
+
+
+def test_before_and_after_an_edit_are_two_captures_of_one_turn(direction: Direction):
+    [a] = (AutoModelParticipant.from_pretrained("tiny", name=n, max_new_tokens=8) for n in "a")
+    made = Conversation([a], shared_context="Go.")
+    before, after = (Capture(layers=1, when=when) for when in ("before", "after"))
+    acts = made.step("a", capture=[before, after], steer=Steer(direction, coef=5.0)).activations
+    with pytest.raises(ValueError, match="before and after an edit, or along several directions"):
+        made.tint(acts, along=direction)
+    one, two = (
+        made.tint([x for x in acts if x.source == capture], along=direction).shades[1].values
+        for capture in (before, after)
+    )
+    push = 5.0 * direction.norm
+    assert [w - v for v, w in zip(one[:-1], two[:-1], strict=True)] == pytest.approx([push] * 7, rel=1e-3)
 
 
 def test_two_captures_of_one_layer_are_both_shown(direction: Direction):

@@ -85,10 +85,11 @@ def test_what_is_pinned_is_a_table(talk: tuple[Conversation, Any], direction: Di
 
 def test_explore_says_what_it_cannot_show(talk: tuple[Conversation, Any]):
     conv, _ = talk
-    with conv.branch().capture(("resid_post", "mlp_out")) as acts:
-        pass
+    branch = conv.branch()
+    with branch.capture(("resid_post", "mlp_out")) as acts:
+        branch.run(1)
     with pytest.raises(ValueError, match="one site, and there are"):
-        conv.explore(acts)
+        branch.explore(acts)
 
 
 # -- browse
@@ -177,7 +178,7 @@ def test_without_a_push_the_turn_is_the_one_that_was(talk: tuple[Conversation, A
 
 def test_a_push_is_the_one_that_step_makes(talk: tuple[Conversation, Any], direction: Direction):
     conv, _ = talk
-    panel = conv.steering({"up": direction, "noise": direction.random_like(1)}, "b", turn=0)
+    panel = conv.steering({"up": direction, "noise": direction.random_like(1)}, "b", turn=1)
     panel.direction, panel.layer, panel.strength = "noise", 0, 20.0
     panel.generate()
     assert panel.wait(60)
@@ -206,7 +207,7 @@ def test_what_goes_wrong_is_told(direction: Direction):
     assert not panel.busy
     with pytest.raises(TypeError, match="only a local model can be steered"):
         Conversation([ScriptedParticipant("s", ["x"])]).steering(direction, "s")
-    with pytest.raises(LookupError, match="turn 3 of a"):
+    with pytest.raises(LookupError, match=r"a has no turn 3; it spoke in the turns \[\]"):
         conv.steering(direction, "a", turn=3)
 
 
