@@ -145,12 +145,19 @@ def take(
             conv.note_denied(message, f"denied by {type(hook).__name__}")
             course.denied = True
             return None
-        if not isinstance(after, Message):
-            raise TypeError(f"{type(hook).__name__}.after returns a message or None; got {after!r}")
-        message = after
+        message = _followed(message, after, type(hook).__name__)
     conv.commit(message)
     course.said = len(conv.transcript) - 1
     return message
+
+
+def _followed(message: Message, after: Any, hook: str) -> Message:
+    """What a turn hook made of a message; other words are an edit."""
+    if not isinstance(after, Message):
+        raise TypeError(f"{hook}.after returns a message or None; got {after!r}")
+    if after.content == message.content:
+        return after
+    return edited(after.with_(content=message.content), after.content, f"by {hook}")
 
 
 def turn_hooks(conv: Dialogue, speaker: Participant) -> list[TurnHook]:

@@ -14,6 +14,7 @@ from interlens import (
     Span,
     Steer,
     TokenBudget,
+    TurnHook,
     TurnStopCondition,
     edit,
 )
@@ -125,6 +126,18 @@ def test_an_edit_takes_a_message_too() -> None:
     conv = talk().set(message_hooks=censor)
     conv.run(1)
     assert conv.transcript[-1].content == "…"
+
+
+def test_a_turn_hook_that_says_other_words_edits() -> None:
+    class Loud(TurnHook):
+        def after(self, turn: Any, message: Message, activations: Any) -> Message:
+            return message.with_(content="LOUD", metadata={**message.metadata, "mine": 1})
+
+    conv = Conversation([tiny()], shared_context="Go.").hook(Loud())
+    said = conv.step("ana")
+    assert said is not None
+    assert (said.content, said.metadata["content_ids"], said.metadata["mine"]) == ("LOUD", None, 1)
+    assert said.metadata["edited"]["from"] != "LOUD"
 
 
 # -- runs

@@ -58,6 +58,10 @@ class Direction:
         """
         import torch
 
+        if layer is None and len(layers := sorted(_layers(a, site) | _layers(b, site))) > 1:
+            raise ValueError(f"{site} was captured in the layers {layers}: say which, layer={layers[0]}")
+        if layer is None and layers:
+            [layer] = layers
         (x, x_first), (y, y_first) = (rows_of(side, site, layer, participant) for side in (a, b))
         x, y = x.float(), y.float()
         if x.shape[1] != y.shape[1]:
@@ -169,6 +173,17 @@ def rows_of(side: Any, site: str, layer: int | None, participant: Any = None) ->
     rows, first = found
     rest = [i for i, of_first in enumerate(first) if not of_first]
     return (rows[rest], len(rows) - len(rest)) if 0 < len(rest) < len(rows) else (rows, 0)
+
+
+def _layers(side: Any, site: str) -> set[int]:
+    """The layers of what was captured at a site."""
+    if isinstance(side, Activation):
+        return {side.layer} if side.site == site else set()
+    if hasattr(side, "transcript"):
+        side = [m.activations or () for m in side.transcript]
+    if isinstance(side, Activations | list | tuple):
+        return {layer for item in side for layer in _layers(item, site)}
+    return set()
 
 
 def _captured(side: Any, site: str, layer: int | None) -> "tuple[torch.Tensor, list[bool]] | None":

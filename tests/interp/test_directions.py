@@ -236,3 +236,21 @@ def test_control_vectors_of_repeng_are_by_layer(tmp_path):
     assert torch.allclose(found.vector, TRUE * 2)
     with pytest.raises(StoreError, match=r"it has \[1, 2\]"):
         Direction.from_gguf(tmp_path / "v.gguf", 7)
+
+
+def test_a_contrast_has_the_layer_of_what_was_captured_and_never_two():
+    numbers = iter(range(99))
+
+    def acts(*layers):
+        alice = AutoModelParticipant.from_pretrained("tiny", name="alice", max_new_tokens=4)
+        conv = Conversation([alice], shared_context=f"Go, {next(numbers)}.")
+        conv.step("alice", capture=Capture(layers=list(layers)))
+        return conv
+
+    one, two = acts(0), acts(1)
+    assert Direction.from_contrast(one, [acts(0)]).layer == 0
+    assert Direction.from_contrast(two.transcript[-1].activations, acts(1)).layer == 1
+    for sides in ((one, two), ([one], two.transcript[-1].activations), (acts(0, 1), one)):
+        with pytest.raises(ValueError, match=r"captured in the layers \[0, 1\]: say which, layer=0"):
+            Direction.from_contrast(*sides)
+    assert Direction.from_contrast(acts(0, 1), acts(0, 1), layer=1).layer == 1
