@@ -11,7 +11,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from interlens import demo, kept, written
+from interlens import __version__, demo, kept, written
 from interlens.backends import cancel_batches
 from interlens.engine.load import bundled_gguf
 from interlens.errors import InterlensError, Stopped, nearest
@@ -27,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="interlens", description="Language models that talk, looked into while they do."
     )
+    top.add_argument("--version", action="version", version=f"interlens {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     one = commands.add_parser("demo", help="two personas talk, are captured, rolled out, killed and resumed")
     one.add_argument(

@@ -186,6 +186,11 @@ def _prefixed(name: str | None, ids: list[str]) -> bool:
 
 
 def _from_python(folder: Path, how: str) -> StoreError:
+    if (folder / "eval.json").exists():
+        return StoreError(
+            f"{folder} holds an evaluation: interlens eval CONFIG.yaml --out {folder} goes on with it "
+            f"(what it was asked is in {folder}/eval.json)"
+        )
     return StoreError(f"{folder} was begun from Python, {how}: the same script goes on with it")
 
 

@@ -120,6 +120,8 @@ class Recipe:
             raise ValueError(f"turns is a number of turns or None, got {self.turns!r}")
         if self.run_until is not None and not hasattr(self.run_until, "should_stop"):
             raise TypeError(f"run_until takes a stop condition (with should_stop), got {self.run_until!r}")
+        if self.data is not None and not hasattr(self.data, "__iter__"):
+            raise TypeError(f"data is a list of dicts, a data set, or another iterable; got {self.data!r}")
         if not isinstance(self.seed, int):
             raise TypeError(f"seed is a whole number, got {self.seed!r}")
 

@@ -215,7 +215,8 @@ def _rows(data: Any, n: int | None) -> Iterator[dict[str, Any]]:
     for i, row in enumerate(itertools.islice(data, n)):
         if not hasattr(row, "keys"):
             raise TypeError(
-                f"row {i} of the data is a {type(row).__name__}; rows are dicts with named columns"
+                f"row {i} of the data is a {type(row).__name__}; rows are dicts with named columns: of a "
+                f'table df.to_dict("records"), of a data set one of its splits, of a file its rows'
             )
         yield dict(row)
 
@@ -281,6 +282,8 @@ def run(recipes: Sequence[Dialogue], **options: Any) -> RunReport:
 
     Ids are `name`, or `name/row_00000` with data. Options are those of `Conversation.rollout`.
     """
+    if isinstance(recipes, Dialogue):
+        raise TypeError("run() takes a list of conversations; for one there is conv.rollout(…)")
     recipes = list(recipes)
     known = [f.name for f in fields(Settings) if f.name != "namespaced"]
     for name in options:

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import pandas
 import pytest
 
+import interlens
 from interlens import (
     APIParticipant,
     AutoModelParticipant,
@@ -16,10 +18,12 @@ from interlens import (
     TokenBudget,
     TurnHook,
     TurnStopCondition,
+    cli,
     edit,
 )
 from interlens.backends import ScriptedBackend
-from interlens.errors import KeyMissing, ProviderStopped
+from interlens.errors import KeyMissing, ProviderStopped, StoreError
+from interlens.evaluation.results import BatchResult
 from interlens.evaluation.runner import SegmentedTrajectoryRunner, TrajectoryRunner
 from interlens.message import Message
 from tests.evaluation.worlds import Guess
@@ -179,3 +183,32 @@ def test_a_runner_names_the_argument_that_was_meant(kind: Any) -> None:
         kind(Guess(), ScriptedBackend(lambda r: "1"), max_step=3)
     with pytest.raises(TypeError, match='did you mean "context_policy"'):
         kind(Guess(), ScriptedBackend(lambda r: "1"), context_polcy="error")
+
+
+def test_what_is_no_environment_or_no_list_is_named(tmp_path: Any) -> None:
+    with pytest.raises(TypeError, match=r"TrajectoryRunner\(environment, backend\)"):
+        TrajectoryRunner(ScriptedBackend(lambda r: "1"), Guess())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"for one there is conv\.rollout"):
+        interlens.run(talk())  # type: ignore[arg-type]
+    report = talk(turns=1).rollout(1, out_dir=tmp_path, progress=False)
+    with pytest.raises(KeyError, match="there is no job 0"):
+        report[0]  # type: ignore[index]
+    with pytest.raises(StoreError, match=r"holds a run of conversations: RunReport\.load reads it"):
+        BatchResult.load(tmp_path)
+
+
+def test_data_that_is_no_rows_says_how_to_give_it() -> None:
+    with pytest.raises(TypeError, match="data is a list of dicts, a data set, or another iterable; got 5"):
+        talk().data(5)
+    with pytest.raises(TypeError, match=r'df.to_dict\("records"\)'):
+        talk(turns=1).data(pandas.DataFrame({"q": [1]})).rollout(progress=False)
+
+
+def test_an_evaluation_s_folder_is_gone_on_with_by_eval(tmp_path: Any, capsys: pytest.CaptureFixture) -> None:
+    TrajectoryRunner(Guess(2), ScriptedBackend(lambda r: "1")).run_batch(out_dir=tmp_path)
+    (tmp_path / "eval.json").write_text("{}")
+    assert cli.main(["resume", str(tmp_path)]) == 1
+    assert f"interlens eval CONFIG.yaml --out {tmp_path} goes on with it" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"interlens {interlens.__version__}\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from interlens import html
+from interlens.errors import StoreError
 from interlens.evaluation.trajectory import Trajectory
 from interlens.interp.capture import Activations
 from interlens.message import sound
@@ -69,6 +70,8 @@ class BatchResult:
         by: dict[int, list[str]] = {i: [] for i in range(len(lineups))}
         for id, result in report.results.items():
             by[result.lineup].append(id)
+        if other := [lineup["kind"] for lineup in lineups if lineup["kind"] != "trajectory"]:
+            raise StoreError(f"{out_dir} holds a run of {other[0]}s: RunReport.load reads it")
         told = [lineup["describe"] for lineup in lineups]
         return [
             cls(report, ids, told[i]["name_of_environment"], told[i]["n_tasks"] - len(ids))

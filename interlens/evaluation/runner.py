@@ -57,6 +57,8 @@ class TrajectoryRunner:
         context_policy: Any = None,
         **participant: Any,
     ) -> None:
+        if not hasattr(environment, "reset"):
+            raise TypeError(f"TrajectoryRunner(environment, backend): {environment!r} is no environment")
         self.environment = environment
         self.params = ChatParams.of(sampling_params)
         self.max_steps = max_steps if max_steps is not None else int(getattr(environment, "max_steps", 1))

@@ -142,8 +142,10 @@ class RunReport:
         return self.expected is not None and len(self.results) >= self.expected
 
     def __getitem__(self, job: str) -> RunResult:
-        if job not in self.results:
-            raise KeyError(f"there is no job {job!r}: {nearest(job, itertools.islice(self.results, 20))}")
+        if not isinstance(job, str) or job not in self.results:
+            raise KeyError(
+                f"there is no job {job!r}: {nearest(str(job), itertools.islice(self.results, 20))}"
+            )
         return self.results[job]
 
     def __len__(self) -> int:
