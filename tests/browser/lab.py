@@ -167,6 +167,14 @@ class Lab:
         """The value of an expression in the kernel, through JSON."""
         return json.loads(self.kernel_run(f"print(__import__('json').dumps({expression}))"))
 
+    def kernel_becomes(self, expression: str, value: Any) -> None:
+        """Wait until an expression has a value in the kernel: what a page sends takes its time."""
+        for _ in range(50):
+            if (found := self.kernel_eval(expression)) == value:
+                return
+            self.page.wait_for_timeout(100)
+        raise AssertionError(f"{expression} is {found!r} in the kernel, and not {value!r}")
+
     # -- looking
 
     def outputs(self, i: int) -> list[dict[str, Any]]:

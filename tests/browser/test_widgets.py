@@ -97,10 +97,10 @@ def test_steering(lab: Lab):
     lab.run()
     lab.slide(1, 5, which=1)
     lab.expect_text(1, "strength 2")
-    assert lab.kernel_eval("p.strength") == pytest.approx(2.0)
+    lab.kernel_becomes("p.strength", pytest.approx(2.0))
     lab.slide(1, -1, which=0)
     lab.expect_text(1, "layer 0")
-    assert lab.kernel_eval("p.layer") == 0
+    lab.kernel_becomes("p.layer", 0)
     lab.output(1).get_by_role("combobox", name="direction").select_option("noise")
     lab.slide(1, 30, which=1)
     lab.expect_text(1, "strength 8")
