@@ -118,7 +118,8 @@ class Supervisor:
         for place in self.plan.places:
             self._start(place)
         while not self._over():
-            if self.grace is None and (grace := asked_to_drain()) is not None:
+            grace = asked_to_drain()  # also while it drains: it raises where the run is ended at once
+            if self.grace is None and grace is not None:
                 self._drain(grace)
             self._hand_out()
             for link, message in self.fleet.poll(0.2):

@@ -181,15 +181,15 @@ def test_one_interrupt_lets_turns_end_and_two_end_at_once(tmp_path: Path) -> Non
     assert set(lines(tmp_path / "run-told")) == set(index_records(folder))
     logs = "".join(p.read_text() for p in (folder / "logs").glob("*.log"))
     assert "KeyboardInterrupt" not in logs
-    child = started(folder, 200, 0.5)
+    child = started(folder, 200, 8.0)  # no turn comes to its end in the time that is allowed
     before = len(lines(tmp_path / "run-pids"))
     wait_for(lambda: len(lines(tmp_path / "run-pids")) > before, child)
     began = time.monotonic()
     os.kill(child.pid, signal.SIGINT)
-    time.sleep(0.1)
+    time.sleep(0.5)  # two that come together are one to a busy process
     os.kill(child.pid, signal.SIGINT)
     out, err = child.communicate(timeout=20)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 6
     assert "KeyboardInterrupt" in err
     check(folder, 200)
     out, err = started(folder, 200, 0).communicate(timeout=60)
