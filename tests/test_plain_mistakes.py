@@ -1,5 +1,6 @@
 """What people type that is nearly right: it works, or a sentence says what is wrong; never nothing."""
 
+import shutil
 from typing import Any
 
 import pandas
@@ -168,6 +169,11 @@ def test_a_report_says_what_failed_first(tmp_path: Any) -> None:
         assert "3 failed" in told
         assert "the first failure is" in told
         assert "gold" in told
+    report = conv.rollout(3, out_dir=tmp_path, progress=False)
+    shutil.rmtree(tmp_path)
+    assert "3 failed" in repr(report)
+    assert "not to be read" in repr(report)
+    assert "cannot be read" in report._repr_html_()
     assert "first failure" not in repr(talk(turns=1).rollout(1, progress=False))
 
 

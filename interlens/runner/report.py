@@ -259,7 +259,10 @@ class RunReport:
         if not any(kind.outcome == "failed" for kind in self.results.kinds()):
             return ""
         found = next(r for r in self.results.values() if r.outcome == "failed")
-        told = (found.error or found.reason).split("\n")[0]
+        try:
+            told = (found.error or found.reason).split("\n")[0]
+        except OSError as error:  # the folder is gone: what is known of the run is told all the same
+            told = f"not to be read: {error}"
         return told if len(told) <= 300 else f"{told[:299]}…"
 
     def _repr_html_(self) -> str:
