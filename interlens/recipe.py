@@ -45,8 +45,7 @@ class Hooked:
         if isinstance(self.turns, slice):
             told: tuple[Any, ...] = (self.turns.start, self.turns.stop, self.turns.step)
         elif isinstance(self.turns, list | tuple | range | set | frozenset):
-            told = tuple(sorted(self.turns))
-            _put(self, "turns", told)
+            told = tuple(self.turns)
         else:
             told = (self.turns,)
         for n in told:
@@ -55,6 +54,9 @@ class Hooked:
                     f"turns= are ordinals of speaking turns, from 0: a number, several, a slice, or None for "
                     f"all; got {self.turns!r}"
                 )
+        if self.turns is not None and not isinstance(self.turns, slice):
+            numbers = tuple(sorted(map(index, told)))
+            _put(self, "turns", numbers[0] if hasattr(self.turns, "__index__") else numbers)
 
     def applies(self, speaker: str, turn: int) -> bool:
         """Whether a turn of a speaker is meant."""
